@@ -1,0 +1,305 @@
+"""The on-demand protocol of one rank, free of memory and of time.
+
+Each operation is a generator of *effects*: ``Wait`` (a peer's word must reach a value), ``Do`` (move data now) and ``Store`` (write one of
+this rank's own words). The engine runs the effects for real (:mod:`primus_odc.primitives.driver`); a test runs the very same generators
+of many ranks interleaved at random against a simulated memory that detects torn and stale reads. There is no second implementation.
+
+Words (64-bit, monotonic, one writer each; k is the epoch, i.e. the number of the minibatch, from 1):
+
+===================  ======  ==========================================================================================
+word                 writer  meaning
+===================  ======  ==========================================================================================
+``published``        rank    shards of epoch k are complete in this rank's arena
+``done``             rank    this rank has finished epoch k: it will gather nothing and pull nothing of k any more
+``ready[g]``         source  ``2k + 1``: gradients of group g of epoch k are complete; ``2k``: this rank has none
+``final``            source  (owner mode) everything this rank pushes in epoch k has been pushed
+``head[o]``          source  (owner mode) pieces pushed into the ring at owner o so far
+``tail[s]``          owner   (owner mode) pieces from source s added and their slots free again
+``normed``           rank    number of scalar exchanges this rank has entered
+``closed``           rank    this rank has detached
+===================  ======  ==========================================================================================
+
+Invariants:
+
+1. Shards of k stay unchanged from ``published = k`` until every rank has ``done >= k``.
+2. A source's gradient buffer stays unchanged from ``ready = 2k(+1)`` until the source's own publish(k+1) has returned, which waits for
+   every ``done >= k``.
+3. An accumulator receives pieces of epoch k only between its reset and its owner's ``done = k``: a source can push pieces of k+1 only
+   after its publish(k+1), hence after that ``done``.
+4. A word is stored only after the data it covers is complete and visible.
+5. Nobody waits for a peer inside a device stream; every wait is an effect of this file.
+
+State of a rank: PUBLISHED (gathers legal: training not begun, evaluation) -> begin -> ACTIVE (gathers and reductions) -> settle ->
+SETTLED (gathers refused: own parameters are about to change) -> publish -> PUBLISHED of the next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from primus_odc.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """``word[index]`` of ``rank`` must reach ``at_least``; ``operation`` says why, for messages and for counting waited time."""
+
+    rank: int
+    word: str
+    index: int
+    at_least: int
+    operation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Run ``action`` now; it moves data and neither waits nor touches words."""
+
+    action: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Write one of this rank's own words, after everything before it is visible."""
+
+    word: str
+    index: int
+    value: int
+
+
+Effect = Wait | Do | Store
+Steps = Generator[Effect, None, None]
+
+
+class State(Enum):
+    """Where a rank stands between two optimizer steps."""
+
+    PUBLISHED = "published"
+    ACTIVE = "active"
+    SETTLED = "settled"
+    CLOSED = "closed"
+
+
+class DataPlane(Protocol):
+    """What moves the bytes. Every method is called from a ``Do`` effect of the rank that owns the plane."""
+
+    def reshard(self) -> None:
+        """Drop every unsharded parameter, so that nothing gathered in an older epoch is used again."""
+
+    def publish_shard(self, group: int, epoch: int) -> None:
+        """Copy this rank's own parameter shard of ``group`` into its arena."""
+
+    def read_shard(self, owner: int, group: int, epoch: int, into: Any) -> None:
+        """Copy the published shard of ``owner`` to its place in ``into``."""
+
+    def accumulate(self, group: int, contribution: Any) -> None:
+        """(local mode) Add one reduction's gradients to this rank's unsharded buffer of ``group``."""
+
+    def complete(self, group: int, epoch: int) -> None:
+        """(local mode) Make the buffer of ``group`` ready to be pulled: zero what received nothing."""
+
+    def pull(self, source: int, group: int, epoch: int) -> None:
+        """(local mode) Add this rank's slice of the buffer of ``source`` to the sum of ``group``."""
+
+    def push(self, owner: int, slot: int, group: int, epoch: int, piece: Any) -> None:
+        """(owner mode) Copy one piece into slot ``slot`` of the ring this rank has at ``owner``."""
+
+    def add_own(self, group: int, piece: Any) -> None:
+        """(owner mode) Add a piece this rank owns itself straight to its accumulator."""
+
+    def add_arrival(self, source: int, slot: int, epoch: int) -> None:
+        """(owner mode) Add the piece in slot ``slot`` of the ring of ``source`` to the accumulator it names."""
+
+    def deliver(self, group: int) -> None:
+        """Turn the finished sum of ``group`` into ``.grad`` and reset the sum."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who talks to whom.
+
+    ``ranks`` heap ranks in all (HSDP replicas included); ``peers`` the heap ranks of this rank's shard group in shard order.
+    """
+
+    rank: int
+    ranks: int
+    peers: Sequence[int]
+    groups: Sequence[str]
+    names: Sequence[str]
+
+
+class RankProtocol:
+    """One rank's side of the protocol. ``mode`` is ``local`` or ``owner``; ``slots`` the ring length per (source, owner) pair."""
+
+    def __init__(self, topology: Topology, plane: DataPlane, mode: str, slots: int = 0) -> None:
+        self.t = topology
+        self.plane = plane
+        self.mode = mode
+        self.slots = slots
+        self.state = State.SETTLED  # epoch 0 is over before anything was published
+        self.epoch = 0
+        self.has_data = [False] * len(topology.groups)
+        self.declared = [False] * len(topology.groups)
+        self._heads = [0] * topology.ranks
+        self._exchanges = 0
+
+    def publish(self) -> Steps:
+        """Make this rank's parameters visible as the next epoch.
+
+        Without a minibatch since the last publish (a load, an EMA swap) the epoch in between is settled empty: this rank's ``done`` moves
+        on, and the other ranks make the same call.
+        """
+        self._require("publish", State.SETTLED, State.PUBLISHED)
+        if self.state is State.PUBLISHED:
+            yield Store("done", 0, self.epoch)
+        k = self.epoch + 1
+        self.state = State.SETTLED  # until the copy is complete a gather must not run
+        for r in self._others():
+            yield Wait(r, "done", 0, k - 1, f"publish of epoch {k}")
+        yield Do(self.plane.reshard)
+        for g in range(len(self.t.groups)):
+            yield Do(lambda g=g: self.plane.publish_shard(g, k))  # type: ignore[misc]
+        yield Store("published", 0, k)
+        self.epoch = k
+        self.state = State.PUBLISHED
+
+    def begin(self) -> None:
+        """Enter the minibatch of the current epoch; no communication."""
+        self._require("begin_minibatch", State.PUBLISHED)
+        self.state = State.ACTIVE
+        self.has_data = [False] * len(self.t.groups)
+        self.declared = [False] * len(self.t.groups)
+
+    def gather(self, group: int, into: Any) -> Steps:
+        """Read the shards of ``group`` from their owners; legal in any number while PUBLISHED or ACTIVE."""
+        self._require(f"gather of group {self.t.groups[group]}", State.PUBLISHED, State.ACTIVE)
+        k = self.epoch
+        operation = f"gather of group {self.t.groups[group]} (epoch {k})"
+        for owner in self._rotated(self.t.peers):
+            if owner != self.t.rank:
+                yield Wait(owner, "published", 0, k, operation)
+                yield Do(lambda owner=owner: self.plane.read_shard(owner, group, k, into))  # type: ignore[misc]
+
+    def reduce_local(self, group: int, contribution: Any) -> Steps:
+        """(local mode) Add one reduction of FSDP2's to this rank's own buffer."""
+        self._require_reduce(group)
+        self.has_data[group] = True
+        yield Do(lambda: self.plane.accumulate(group, contribution))
+
+    def reduce_owner(self, group: int, pieces: Sequence[tuple[int, Any]]) -> Steps:
+        """(owner mode) Push ``(owner, piece)`` pairs; waits for a free slot, never for the owner's own progress."""
+        self._require_reduce(group)
+        self.has_data[group] = True
+        k = self.epoch
+        for owner, piece in pieces:
+            if owner == self.t.rank:
+                yield Do(lambda piece=piece: self.plane.add_own(group, piece))  # type: ignore[misc]
+                continue
+            head = self._heads[owner]
+            yield Wait(owner, "tail", self.t.rank, head - self.slots + 1, f"push of group {self.t.groups[group]} (epoch {k})")
+            yield Do(lambda owner=owner, head=head, piece=piece: self.plane.push(owner, head % self.slots, group, k, piece))  # type: ignore[misc]
+            self._heads[owner] = head + 1
+            yield Store("head", owner, head + 1)
+
+    def declare(self, group: int) -> Steps:
+        """This rank adds nothing more to ``group`` in this epoch (no-op when said before)."""
+        self._require("declaration of a group", State.ACTIVE)
+        if self.declared[group]:
+            return
+        self.declared[group] = True
+        if self.mode == "local":
+            if self.has_data[group]:
+                yield Do(lambda: self.plane.complete(group, self.epoch))
+            yield Store("ready", group, 2 * self.epoch + self.has_data[group])
+
+    def settle(self, read_word: Callable[[int, str, int], int]) -> Steps:
+        """Sum what every source of the mesh has for this rank's shards, make it ``.grad``, and finish the epoch."""
+        self._require("settle", State.ACTIVE)
+        k = self.epoch
+        for g in range(len(self.t.groups)):
+            yield from self.declare(g)
+        if self.mode == "local":
+            # Groups complete in backward order, the last one first; the order of sources is fixed, so the sum is reproducible.
+            for g in reversed(range(len(self.t.groups))):
+                for source in range(self.t.ranks):
+                    yield Wait(source, "ready", g, 2 * k, f"settle of group {self.t.groups[g]} (epoch {k})")
+                    if read_word(source, "ready", g) == 2 * k + 1:
+                        yield Do(lambda s=source, g=g: self.plane.pull(s, g, k))  # type: ignore[misc]
+                yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
+        else:
+            yield Store("final", 0, k)
+            for source in self._others():
+                yield Wait(source, "final", 0, k, f"settle (epoch {k})")
+                pushed = read_word(source, "head", self.t.rank)
+                yield Wait(self.t.rank, "tail", source, pushed, f"settle, adding what {self.t.names[source]} pushed (epoch {k})")
+            for g in range(len(self.t.groups)):
+                yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
+        yield Store("done", 0, k)
+        self.state = State.SETTLED
+
+    def serve(self, read_word: Callable[[int, str, int], int], source: int) -> Steps:
+        """(owner mode) Add what ``source`` has pushed and free its slots; run by the owner's progress thread.
+
+        Arrivals belong to the first epoch this rank has not finished (invariant 3). ``head`` is read before ``done``, so a piece of
+        the next epoch, which exists only after ``done``, is never taken for one of this.
+        """
+        head, tail = read_word(source, "head", self.t.rank), read_word(self.t.rank, "tail", source)
+        epoch = read_word(self.t.rank, "done", 0) + 1
+        for position in range(tail, head):
+            yield Do(lambda position=position: self.plane.add_arrival(source, position % self.slots, epoch))  # type: ignore[misc]
+            yield Store("tail", source, position + 1)
+
+    def exchange(self, put: Callable[[int], None], operation: str) -> Iterator[Effect]:
+        """Rendezvous of the shard group around one small payload; ``put(parity)`` stores it in one of two alternating places.
+
+        Two places are enough: a rank enters exchange n + 2 only after every peer entered n + 1, hence finished reading n.
+        """
+        self._exchanges += 1
+        n = self._exchanges
+        yield Do(lambda: put(n % 2))
+        yield Store("normed", 0, n)
+        for r in self.t.peers:
+            if r != self.t.rank:
+                yield Wait(r, "normed", 0, n, operation)
+
+    def close(self) -> Steps:
+        """Finish the current epoch, say ``closed`` and wait until every rank has said so."""
+        self._require("detach", State.PUBLISHED, State.SETTLED)
+        if self.state is State.PUBLISHED:
+            yield Store("done", 0, self.epoch)
+        yield Store("closed", 0, 1)
+        for r in self._others():
+            yield Wait(r, "closed", 0, 1, "detach")
+        self.state = State.CLOSED
+
+    def _others(self) -> list[int]:
+        return [r for r in self._rotated(range(self.t.ranks)) if r != self.t.rank]
+
+    def _rotated(self, ranks: Sequence[int]) -> list[int]:
+        """``ranks`` starting behind this one, so that not everybody reads from the same peer first."""
+        start = list(ranks).index(self.t.rank)
+        return [ranks[(start + i) % len(ranks)] for i in range(len(ranks))]
+
+    def _require_reduce(self, group: int) -> None:
+        self._require(f"reduction of group {self.t.groups[group]}", State.ACTIVE)
+        if self.declared[group]:
+            raise ProtocolError(
+                f"{self.t.names[self.t.rank]}: gradients of group {self.t.groups[group]} arrived after the group was declared complete in "
+                f"epoch {self.epoch}: more backward passes ran than begin_minibatch(num_microbatches=...) announced, or a microbatch is "
+                "not one forward of the root module; pass num_microbatches=None and call last_microbatch() before the last one"
+            )
+
+    def _require(self, operation: str, *states: State) -> None:
+        if self.state not in states:
+            hint = {
+                State.PUBLISHED: "call begin_minibatch() first",
+                State.ACTIVE: "call settle() first",
+                State.SETTLED: "call publish() or begin_minibatch() first: parameters are between two epochs",
+                State.CLOSED: "the engine is detached",
+            }[self.state]
+            raise ProtocolError(
+                f"{self.t.names[self.t.rank]}: {operation} is not possible in epoch {self.epoch}, state '{self.state.value}': {hint}"
+            )

@@ -1,0 +1,124 @@
+"""Static description of what is shared: parameter groups, their shards and the arena they need.
+
+Everything here is fixed at attach and equal on all ranks, except ``local_numel``/``local_shape`` (uneven shards). Nothing depends on
+which parameters a microbatch happens to use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from primus_odc.symmetric.arena import ArenaPlan, align
+
+PIECE_HEADER_BYTES = 64
+"""Header of a pushed piece: epoch, group, offset, number of elements (int64 each), checksum, padding to a cache line."""
+MAX_PIECE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter's place in its group.
+
+    ``padded_numel`` elements per shard (FSDP2 pads dim 0 to equal shards), of which the first ``local_numel`` are real on this rank,
+    shaped ``local_shape``. The published shard holds them in ``gather_dtype`` from byte ``shard_offset``; the gradient shard, if the
+    parameter is trainable, from element ``grad_offset``.
+    """
+
+    name: str
+    trainable: bool
+    gather_dtype: torch.dtype
+    padded_numel: int
+    local_shape: tuple[int, ...]
+    shard_offset: int
+    grad_offset: int
+
+    @property
+    def local_numel(self) -> int:
+        return prod(self.local_shape)
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self.padded_numel * self.gather_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One FSDP2 communication unit.
+
+    ``shard_nbytes`` bytes per published shard, ``grad_numel`` elements per gradient shard, both padding included. ``grad_dtype`` is
+    that of ``.grad`` (the parameters' own), ``sum_dtype`` that in which gradients are summed: at least fp32.
+    """
+
+    name: str
+    params: tuple[ParamSpec, ...]
+    shards: int
+    shard_nbytes: int
+    grad_numel: int
+    grad_dtype: torch.dtype
+    sum_dtype: torch.dtype
+
+    @property
+    def grad_nbytes(self) -> int:
+        return self.grad_numel * self.sum_dtype.itemsize
+
+    def trainable(self) -> list[tuple[int, ParamSpec]]:
+        """``(index, parameter)`` of the parameters that take part in gradients, in flat order."""
+        return [(i, p) for i, p in enumerate(self.params) if p.trainable]
+
+
+def layout_digest(groups: Sequence[GroupSpec], options: Sequence[object]) -> str:
+    """SHA-256 over everything that must be equal on all ranks: names, sizes, dtypes, order and the engine's options."""
+    text = repr(tuple(options))
+    for g in groups:
+        text += repr((g.name, g.shards, g.shard_nbytes, g.grad_numel, g.grad_dtype, g.sum_dtype))
+        text += repr([(p.name, p.trainable, p.gather_dtype, p.padded_numel, p.shard_offset, p.grad_offset) for p in g.params])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def piece_bytes(groups: Sequence[GroupSpec]) -> int:
+    """Payload bytes of one ring slot: the largest gradient shard, at most :data:`MAX_PIECE_BYTES`."""
+    return align(min(max((g.grad_nbytes for g in groups), default=0), MAX_PIECE_BYTES))
+
+
+def memory_bytes(groups: Sequence[GroupSpec], mode: str, ranks: int, slots: int) -> dict[str, int]:
+    """What the engine adds to one rank's memory, by purpose (bytes).
+
+    ``shards``: published copies, 1/S of the parameters in the compute dtype. ``gradients``: in ``local`` mode the unsharded sum
+    (S x gradient shard), in ``owner`` mode the accumulator (one gradient shard). ``ring``: slots for arrivals, ``owner`` mode only.
+    ``grad``: the persistent ``.grad`` buffers; ``sum``: one gradient shard of scratch for the largest group.
+    """
+    shards = sum(align(g.shard_nbytes) for g in groups)
+    grad = sum(g.grad_numel * g.grad_dtype.itemsize for g in groups)
+    scratch = max((g.grad_nbytes for g in groups), default=0)
+    if mode == "local":
+        gradients, ring = sum(align(g.shards * g.grad_nbytes) for g in groups), 0
+    else:
+        gradients, ring = sum(align(g.grad_nbytes) for g in groups), ranks * slots * (PIECE_HEADER_BYTES + piece_bytes(groups))
+    return {"shards": shards, "gradients": gradients, "ring": ring, "grad": grad, "sum": scratch}
+
+
+def plan_arena(groups: Sequence[GroupSpec], mode: str, ranks: int, slots: int) -> ArenaPlan:
+    """Regions of one rank's arena: ``shard.g``, then ``grads.g`` (local mode) or ``ring.s`` per source (owner mode)."""
+    plan = ArenaPlan()
+    for i, g in enumerate(groups):
+        plan.add(f"shard.{i}", g.shard_nbytes)
+    for i, g in enumerate(groups):
+        if mode == "local":
+            plan.add(f"grads.{i}", g.shards * g.grad_nbytes)
+    if mode == "owner":
+        for source in range(ranks):
+            plan.add(f"ring.{source}", slots * (PIECE_HEADER_BYTES + piece_bytes(groups)))
+    return plan
+
+
+def word_counts(groups: int, mode: str, ranks: int, shards: int) -> dict[str, int]:
+    """Control words of the protocol (see :mod:`primus_odc.primitives.protocol`) and the payload words beside them."""
+    words = {"published": 1, "done": 1, "ready": groups, "normed": 1, "scalar": 2, "shard_sum": groups, "grad_sum": groups * shards}
+    if mode == "owner":
+        words |= {"final": 1, "head": ranks, "tail": ranks}
+    return words

@@ -1,0 +1,185 @@
+"""SymmetricHeap: one arena and one block of control words per rank, readable and writable by every peer.
+
+The heap knows nothing of parameters or gradients. It offers byte views of any rank's arena, the control words, and the only blocking
+call of the library, :meth:`SymmetricHeap.wait`, which ends with an error that names the peer when the peer died, left, aborted or
+fell silent.
+
+Start-up: after mapping, every rank writes a value derived from (writer, reader) into its own arena and into every peer's, and every
+rank checks what it reads in both directions, so a wrong mapping or a stale view is found before the first step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from primus_odc.errors import OdcError, PeerError, PeerTimeoutError
+from primus_odc.symmetric.arena import ArenaPlan, Region, align
+from primus_odc.symmetric.host import Exchange, connect_host_mesh
+from primus_odc.symmetric.liveness import PeerWatcher
+from primus_odc.symmetric.words import WordLayout, Words
+
+ABORT_TEXT_BYTES = 1024
+HARD_CAP_FACTOR = 3
+"""A peer that beats but never arrives is given up after this many time-outs (it is stuck elsewhere, e.g. in a collective)."""
+
+_HEAP_WORDS = {"heartbeat": 1, "abort": 1, "closed": 1, "mapped": 1}
+_SPIN_ROUNDS = 20
+_MAX_SLEEP_S = 0.001
+
+
+class SymmetricHeap:
+    """The arenas and words of all ranks of one job, seen from one of them.
+
+    Args:
+        rank: this process's index among the ranks sharing the heap, ``0 <= rank < world_size``.
+        names: how each rank is called in messages (its global rank); ``len(names)`` is the number of ranks.
+        plan: the arena's regions, equal on all ranks.
+        words: further control words ``{name: count}`` beside the heap's own, equal on all ranks.
+        exchange: all-gather of one object over those ranks in rank order (collective; used during construction only).
+        timeout_s: a wait fails when its peer shows no heartbeat for this long, or in any case after
+            :data:`HARD_CAP_FACTOR` times as long.
+    """
+
+    def __init__(
+        self, rank: int, names: list[str], plan: ArenaPlan, words: Mapping[str, int], exchange: Exchange, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(names)
+        self.names = names
+        self.timeout_s = timeout_s
+        self.plan = plan
+        self.waited_s: dict[str, float] = {}
+        self._probe = plan.add("heap.probe", 16 * self.world_size)
+        layout = WordLayout.of({**_HEAP_WORDS, **words})
+        self._abort_text = align(layout.nbytes)
+        self._data = self._abort_text + align(ABORT_TEXT_BYTES)
+        nbytes = self._data + max(plan.nbytes, 1)
+        mesh = connect_host_mesh(rank, self.world_size, nbytes, exchange, timeout_s)
+        self._segments = [torch.frombuffer(segment, dtype=torch.uint8) for segment in mesh.segments]
+        blocks = [s[: layout.nbytes].numpy().view(np.int64) for s in self._segments]
+        self.words = Words(layout, blocks, rank)
+        self._beats = 0
+        self._watcher = PeerWatcher(mesh.sockets, self._beat)
+        try:
+            self._check_mapping()
+        except BaseException as error:
+            self.abort(str(error))
+            self.close(goodbye=False)
+            raise
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Bytes this rank shares: regions, words and abort text."""
+        return self._data + self.plan.nbytes
+
+    def view(self, rank: int, region: Region) -> torch.Tensor:
+        """The bytes of ``region`` in the arena of ``rank``: uint8, shape ``[region.nbytes]``."""
+        start = self._data + region.offset
+        return self._segments[rank][start : start + region.nbytes]
+
+    def wait(self, rank: int, word: str, index: int, at_least: int, operation: str) -> None:
+        """Block until ``word[index]`` of ``rank`` reaches ``at_least``.
+
+        Raises:
+            PeerError: some rank died, left or aborted first; the message names it and ``operation``.
+            PeerTimeoutError: ``rank`` did not get there in time.
+        """
+        self.check(operation)
+        if self.words.read(rank, word, index) >= at_least:
+            return
+        start = now = last_beat_at = time.monotonic()
+        last_beat = self.words.read(rank, "heartbeat")
+        rounds, sleep_s = 0, 20e-6
+        goal = f"{operation}: waiting for {word}[{index}] of {self.names[rank]} to reach {at_least}"
+        while self.words.read(rank, word, index) < at_least:
+            rounds += 1
+            if rounds > _SPIN_ROUNDS:
+                time.sleep(sleep_s)
+                sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
+                self.check(goal, rank, word, index, at_least)
+                now = time.monotonic()
+                beat = self.words.read(rank, "heartbeat")
+                if beat != last_beat:
+                    last_beat, last_beat_at = beat, now
+                self._check_time(goal, now - last_beat_at, now - start, self.words.read(rank, word, index))
+            else:
+                time.sleep(0)
+        key = operation.split(" ", 1)[0]
+        self.waited_s[key] = self.waited_s.get(key, 0.0) + time.monotonic() - start
+
+    def _check_time(self, goal: str, silent_s: float, total_s: float, value: int) -> None:
+        me = self.names[self.rank]
+        if silent_s > self.timeout_s:
+            raise PeerTimeoutError(
+                f"{me}: {goal} (it is {value}): no sign of life from it for {silent_s:.1f} s (odc.timeout_s = {self.timeout_s:g})"
+            )
+        if total_s > HARD_CAP_FACTOR * self.timeout_s:
+            raise PeerTimeoutError(
+                f"{me}: {goal} (it is {value}): that rank is alive but did not get there in {total_s:.1f} s "
+                f"({HARD_CAP_FACTOR} x odc.timeout_s); raise odc.timeout_s if it may take that long"
+            )
+
+    def check(self, operation: str, rank: int | None = None, word: str = "", index: int = 0, at_least: int = 0) -> None:
+        """Raise :class:`PeerError` if any rank died or aborted, or if ``rank`` left before its word reached ``at_least``."""
+        me = self.names[self.rank]
+        if text := self._abort_message(self.rank):
+            raise PeerError(f"{me}: {operation}: this rank failed before: {text}")
+        if dead := self._watcher.dead:
+            who = ", ".join(self.names[r] for r in sorted(dead))
+            # A rank that failed with a message wrote it before it ended: its own words are worth more than "it died".
+            said = "; ".join(t for t in (self._abort_message(r) for r in sorted(dead)) if t)
+            raise PeerError(f"{me}: {operation}: {who} died" + (f" after: {said}" if said else " (its process ended without a goodbye)"))
+        for r in range(self.world_size):
+            if r != self.rank and (text := self._abort_message(r)):
+                raise PeerError(f"{me}: {operation}: {self.names[r]} aborted: {text}")
+        if rank is not None and rank in self._watcher.left and self.words.read(rank, word, index) < at_least:
+            raise PeerError(f"{me}: {operation}: {self.names[rank]} left (detached or closed its heap) and will never get there")
+
+    def abort(self, message: str) -> None:
+        """Tell every peer that this rank failed; the first message stands."""
+        if self.words.read(self.rank, "abort"):
+            return
+        data = message.encode()[: ABORT_TEXT_BYTES - 1].ljust(ABORT_TEXT_BYTES, b"\0")
+        text = self._segments[self.rank][self._abort_text : self._abort_text + ABORT_TEXT_BYTES]
+        text.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.words.write("abort", 1)
+
+    def _abort_message(self, rank: int) -> str:
+        if not self.words.read(rank, "abort"):
+            return ""
+        text = self._segments[rank][self._abort_text : self._abort_text + ABORT_TEXT_BYTES]
+        return bytes(text.numpy()).rstrip(b"\0").decode(errors="replace") or "no message"
+
+    def close(self, *, goodbye: bool = True) -> None:
+        """Leave: stop the watcher. The segments are freed with the last view and the last process."""
+        self._watcher.stop(goodbye=goodbye)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self.words.write("heartbeat", self._beats)
+
+    def _check_mapping(self) -> None:
+        """Every pair, both directions: I read what the owner wrote for me, the owner reads what I wrote into its arena."""
+
+        def expected(writer: int, reader: int) -> int:
+            return 0x5D0C << 32 | writer << 16 | reader
+
+        def cells(rank: int) -> np.ndarray:
+            return self.view(rank, self._probe).numpy().view(np.int64).reshape(2, self.world_size)
+
+        for peer in range(self.world_size):
+            cells(self.rank)[0, peer] = expected(self.rank, peer)  # for `peer` to pull
+            cells(peer)[1, self.rank] = expected(self.rank, peer)  # pushed to `peer`
+        self.words.write("mapped", 1)
+        for peer in range(self.world_size):
+            self.wait(peer, "mapped", 0, 1, "start-up pattern test")
+            pulled, pushed = int(cells(peer)[0, self.rank]), int(cells(self.rank)[1, peer])
+            if pulled != expected(peer, self.rank) or pushed != expected(peer, self.rank):
+                raise OdcError(
+                    f"{self.names[self.rank]}: start-up pattern test with {self.names[peer]} failed: pulled {pulled:#x}, pushed "
+                    f"{pushed:#x}, expected {expected(peer, self.rank):#x}: its memory is mapped wrongly"
+                )

@@ -1,0 +1,191 @@
+"""Host transport: shared segments between the processes of one machine, without a name anywhere.
+
+A segment is a ``memfd_create`` file. Its descriptor travels to the peers over Unix sockets in the abstract namespace
+(``SCM_RIGHTS``), so neither the segment nor the socket exists in any file system: when the last process ends, by whatever means, the
+kernel frees both. ``posix_fallocate`` commits the pages up front, so a machine that is short of memory says so at start instead of
+sending ``SIGBUS`` in the middle of a step.
+
+Bootstrap of rank r of W, all steps under one time-out:
+1. listen on a fresh abstract address;
+2. exchange ``(boot id, network namespace, address, size, available memory)`` over the job's existing process group, and refuse
+   together what cannot work;
+3. make the segment, connect to every lower rank and accept every higher one; both ends send their rank and their descriptor;
+4. map every peer's segment. The sockets stay open for :mod:`primus_odc.symmetric.liveness`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from primus_odc.errors import OdcError, PeerTimeoutError
+
+Exchange = Callable[[Any], list[Any]]
+"""All-gather of one picklable object per rank, in rank order; collective."""
+
+_HELLO = struct.Struct("=qq")  # rank, segment size in bytes
+
+
+@dataclass
+class HostMesh:
+    """Every rank's segment, mapped here, and an open socket to every peer."""
+
+    segments: list[mmap.mmap]
+    sockets: dict[int, socket.socket]
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank tells the others about itself before they can connect."""
+
+    boot_id: str
+    net_namespace: int
+    address: str
+    nbytes: int
+    available: int
+
+
+def require_host_transport() -> None:
+    """Refuse machines on which plain stores and loads do not order the control words (see :mod:`primus_odc.symmetric.words`)."""
+    if not hasattr(os, "memfd_create"):
+        raise OdcError("transport 'host' needs memfd_create (Linux 3.17 or later, Python built against glibc 2.27 or later)")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise OdcError(
+            f"transport 'host' relies on the store order of x86-64 and this machine is {platform.machine()}; "
+            "use GPUs with odc.transport: symm_mem there"
+        )
+
+
+def available_memory() -> int:
+    """Bytes this machine (or the memory cgroup, where it is tighter) can still give."""
+    with open("/proc/meminfo") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max") as maximum, open("/sys/fs/cgroup/memory.current") as current:
+            limit = maximum.read().strip()
+            if limit != "max":
+                available = min(available, int(limit) - int(current.read()))
+    except FileNotFoundError:
+        pass  # no cgroup v2 memory controller here: /proc/meminfo alone decides
+    return available
+
+
+def make_segment(nbytes: int, rank: int) -> int:
+    """Create and commit an anonymous shared segment; returns its descriptor."""
+    fd = os.memfd_create(f"primus_odc_rank{rank}", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise OdcError(f"rank {rank}: cannot commit {nbytes / 2**20:.1f} MiB of shared memory: {error.strerror}") from error
+    return fd
+
+
+def connect_host_mesh(rank: int, world_size: int, nbytes: int, exchange: Exchange, timeout_s: float) -> HostMesh:
+    """Make this rank's segment and map everybody's; collective over the ranks of ``exchange``.
+
+    Args:
+        rank, world_size: this process among the ranks that share the heap.
+        nbytes: size of each rank's segment; must be equal on all ranks.
+        exchange: all-gather over those ranks, in rank order.
+        timeout_s: limit for the whole bootstrap; a missing peer is named.
+    """
+    require_host_transport()
+    deadline = time.monotonic() + timeout_s
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    address = f"primus_odc-{uuid.uuid4().hex}"
+    listener.bind("\0" + address)
+    listener.listen(world_size)
+    card = _Card(_boot_id(), os.stat("/proc/self/ns/net").st_ino, address, nbytes, available_memory())
+    try:
+        cards: list[_Card] = exchange(card)
+        _check_cards(cards, rank)
+        fd = make_segment(nbytes, rank)
+    except BaseException:
+        listener.close()
+        raise
+    sockets: dict[int, socket.socket] = {}
+    descriptors = {rank: fd}
+    try:
+        for peer in range(rank):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(_left(deadline))
+            sock.connect("\0" + cards[peer].address)
+            sockets[peer] = sock
+            _send_hello(sock, rank, nbytes, fd)
+            _receive_hello(sock, descriptors, nbytes)
+        while len(sockets) < world_size - 1:
+            listener.settimeout(_left(deadline))
+            sock, _ = listener.accept()
+            sock.settimeout(_left(deadline))
+            peer = _receive_hello(sock, descriptors, nbytes)
+            sockets[peer] = sock
+            _send_hello(sock, rank, nbytes, fd)
+    except (TimeoutError, ConnectionError, EOFError) as error:
+        missing = sorted(set(range(world_size)) - set(descriptors))
+        for sock in sockets.values():
+            sock.close()
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+        raise PeerTimeoutError(f"rank {rank}: ranks {missing} did not join the heap within {timeout_s:g} s ({error!r})") from error
+    finally:
+        listener.close()
+    segments = [mmap.mmap(descriptors[r], nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) for r in range(world_size)]
+    for descriptor in descriptors.values():
+        os.close(descriptor)  # the mapping keeps the segment alive
+    return HostMesh(segments, sockets)
+
+
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        return f.read().strip()
+
+
+def _check_cards(cards: list[_Card], rank: int) -> None:
+    mine = cards[rank]
+    elsewhere = [r for r, c in enumerate(cards) if (c.boot_id, c.net_namespace) != (mine.boot_id, mine.net_namespace)]
+    if elsewhere:
+        raise OdcError(
+            f"rank {rank}: ranks {elsewhere} run on another host or in another network namespace; odc.transport 'host' reaches "
+            "one host and one namespace only (containers of one host can share it with --network=host)"
+        )
+    sizes = {c.nbytes for c in cards}
+    if len(sizes) != 1:
+        raise OdcError(f"rank {rank}: the ranks plan arenas of different sizes {sorted(sizes)}: the models or options differ")
+    total, available = sum(c.nbytes for c in cards), min(c.available for c in cards)
+    if total > available:
+        raise OdcError(
+            f"rank {rank}: the arenas of {len(cards)} ranks need {total / 2**30:.2f} GiB and this host has {available / 2**30:.2f} GiB "
+            "left; use fewer ranks, odc.accumulate: owner, or a smaller model"
+        )
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("bootstrap deadline passed")
+    return left
+
+
+def _send_hello(sock: socket.socket, rank: int, nbytes: int, fd: int) -> None:
+    socket.send_fds(sock, [_HELLO.pack(rank, nbytes)], [fd])
+
+
+def _receive_hello(sock: socket.socket, descriptors: dict[int, int], nbytes: int) -> int:
+    data, fds, _, _ = socket.recv_fds(sock, _HELLO.size, 1)
+    if len(data) < _HELLO.size or len(fds) != 1:
+        raise EOFError("the peer closed its socket during the bootstrap")
+    peer, peer_nbytes = _HELLO.unpack(data)
+    if peer_nbytes != nbytes:
+        raise OdcError(f"rank {peer} brought a segment of {peer_nbytes} bytes, expected {nbytes}")
+    descriptors[peer] = fds[0]
+    return int(peer)
