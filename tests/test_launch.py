@@ -1,0 +1,129 @@
+"""scripts/run_odc.sh with a config: what it refuses, what it starts, and that it installs nothing.
+
+A stub `torch` whose `distributed.run` writes down its arguments stands in for the real one; the interpreter is real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = [ROOT / ".ci" / "run", *sorted((ROOT / "scripts").glob("*.sh"))]
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+STUB_RUN = """
+import json, os, sys
+print("STARTED", json.dumps(sys.argv[1:]))
+sys.exit(int(os.environ.get("STUB_EXIT", "0")))
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Runs run_odc.sh in an environment of its own; `devices` is what the stub torch says it sees, keywords are environment variables."""
+    for package in ("torch", "torch/distributed", "primus_odc"):
+        (tmp_path / "stubs" / package).mkdir(parents=True)
+        (tmp_path / "stubs" / package / "__init__.py").touch()
+    (tmp_path / "stubs/torch/distributed/run.py").write_text(STUB_RUN)
+    (tmp_path / "config.yaml").touch()
+
+    def run(*arguments: str, devices: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "stubs/torch/__init__.py").write_text(f"class cuda:\n    device_count = staticmethod(lambda: {devices})\n")
+        environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "stubs"), **variables}
+        command = ["bash", str(ROOT / "scripts" / "run_odc.sh"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
+
+    return run
+
+
+def started(result: subprocess.CompletedProcess[str]) -> list[str]:
+    """The arguments that torch.distributed.run was started with."""
+    line = next(line for line in result.stdout.splitlines() if line.startswith("STARTED "))
+    arguments: list[str] = json.loads(line.removeprefix("STARTED "))
+    return arguments
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_scripts_parse_and_are_strict(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=50)
+    assert script.name == "setup_env.sh" or "\nset -euo pipefail\n" in script.read_text()
+
+
+def test_help_explains_the_variables(launch: Launch) -> None:
+    result = launch("--help", PRIMUS_PATH="/somewhere")
+    assert result.returncode == 0
+    for word in ("CONFIG.yaml", "GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHON", "TORCH"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["--steps", "3"], {}, "the first argument is a config, not --steps"),
+        ([""], {}, "the config's name is empty"),
+        (["absent.yaml"], {}, "no such config: absent.yaml"),
+        (["config.yaml"], {"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0 is not a number from 1"),
+        (["config.yaml"], {"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE=two is not a number"),
+        (["config.yaml"], {"GPUS_PER_NODE": "08"}, "GPUS_PER_NODE=08 is not a number"),
+        (["config.yaml"], {"NNODES": "1:4"}, "NNODES=1:4 is not a number"),
+        (["config.yaml"], {"NODE_RANK": "1"}, "NODE_RANK=1 is not a number from 0 to 0"),
+        (["config.yaml"], {"NNODES": "2", "MASTER_ADDR": "localhost", "NODE_RANK": "2"}, "NODE_RANK=2 is not a number from 0 to 1"),
+        (["config.yaml"], {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
+        (["config.yaml"], {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a number from 1 to 65535"),
+        (["config.yaml"], {"PYTHON": "no-such-python"}, "PYTHON=no-such-python is not a program"),
+        (["config.yaml"], {"PRIMUS_PATH": "/somewhere"}, "unset PRIMUS_PATH to use the standalone trainer"),
+        ([], {"PRIMUS_PATH": "/somewhere"}, "unset PRIMUS_PATH to use the standalone trainer"),
+    ],
+)
+def test_refusals_start_nothing(launch: Launch, arguments: list[str], variables: dict[str, str], message: str) -> None:
+    result = launch(*arguments, **variables)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "STARTED" not in result.stdout
+
+
+def test_one_node_takes_a_free_port_and_passes_overrides_on(launch: Launch) -> None:
+    result = launch("config.yaml", "--train_iters", "5", "--name", "two words", GPUS_PER_NODE="3")
+    assert result.returncode == 0, result.stderr
+    own = ["-m", "primus_odc", "train", "config.yaml", "--train_iters", "5", "--name", "two words"]
+    assert started(result) == ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "3", *own]
+
+
+def test_several_nodes_meet_at_the_master(launch: Launch) -> None:
+    result = launch("config.yaml", GPUS_PER_NODE="8", NNODES="4", NODE_RANK="3", MASTER_ADDR="node-0", MASTER_PORT="1234")
+    rendezvous = ["--nnodes", "4", "--node-rank", "3", "--master-addr", "node-0", "--master-port", "1234"]
+    assert started(result)[: len(rendezvous)] == rendezvous
+
+
+def test_a_given_port_is_used_on_one_node_too(launch: Launch) -> None:
+    result = launch("config.yaml", MASTER_PORT="1234")
+    assert started(result)[4:8] == ["--master-addr", "127.0.0.1", "--master-port", "1234"]
+
+
+@pytest.mark.parametrize(("devices", "cores", "expected"), [(0, 1, 1), (0, 2, 2), (0, 4, 4), (0, 64, 4), (1, 64, 1), (8, 2, 8)])
+def test_process_count_is_the_gpus_else_up_to_four_cores(launch: Launch, tmp_path: Path, devices: int, cores: int, expected: int) -> None:
+    (tmp_path / "stubs" / "sitecustomize.py").write_text(f"import os\nos.sched_getaffinity = lambda pid: set(range({cores}))\n")
+    arguments = started(launch("config.yaml", devices=devices))
+    assert arguments[arguments.index("--nproc-per-node") + 1] == str(expected)
+
+
+def test_exit_status_is_that_of_the_job(launch: Launch) -> None:
+    assert launch("config.yaml", STUB_EXIT="7").returncode == 7
+
+
+def test_missing_packages_are_named_and_not_installed(launch: Launch, tmp_path: Path) -> None:
+    bare = tmp_path / "bare-python"
+    bare.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    result = launch("config.yaml", PYTHON=str(bare))
+    assert result.returncode == 2
+    assert f"{bare} has no primus_odc and torch, and a run with a config installs nothing" in result.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert calls.startswith("-c ") and "-m" not in calls.split()
