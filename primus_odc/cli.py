@@ -1,0 +1,81 @@
+"""The command line: ``primus-odc train | compare | plan``.
+
+Each command's arguments and work come from the part that does it, imported when that command is asked for, so that ``plan`` runs without
+torch. Words that ``train`` and ``compare`` do not know are overrides of the experiment YAML, with the meaning Primus gives them (``--lr
+1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``. What a user got wrong (an :class:`~primus_odc.errors.OdcError`) is one
+message on stderr and exit code 2; ``--traceback`` shows where it was raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from primus_odc import __version__
+from primus_odc.errors import OdcError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Command:
+    """One subcommand: ``module`` holds add_NAME_arguments(parser) and run_NAME(args) -> exit code or None."""
+
+    name: str
+    module: str
+    summary: str
+    takes_overrides: bool
+
+
+COMMANDS = (
+    Command(name="train", module="primus_odc.megatron.command", summary="train an experiment YAML in one arm", takes_overrides=True),
+    Command(name="compare", module="primus_odc.report.command", summary="run the arms in turn and compare them", takes_overrides=True),
+    Command(
+        name="plan", module="primus_odc.planning.command", summary="predict the arms' speed from sample lengths", takes_overrides=False
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code of the process."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    traceback = "--traceback" in words
+    try:
+        return _run([word for word in words if word != "--traceback"])
+    except OdcError as error:
+        if traceback:
+            raise
+        print(f"primus-odc: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        if traceback:
+            raise
+        return EXIT_INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="primus-odc", description="On-Demand Communication for FSDP2: train, compare and plan.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"primus-odc {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    runners: dict[str, Callable[[argparse.Namespace], int | None]] = {}
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.summary, description=f"{command.summary}.", allow_abbrev=False)
+        if command.name == chosen:
+            part = importlib.import_module(command.module)
+            getattr(part, f"add_{command.name}_arguments")(subparser)
+            runners[command.name] = getattr(part, f"run_{command.name}")
+            if command.takes_overrides:
+                subparser.epilog = "Further words change the YAML: --key value, key=value, block.key=value."
+    args, unknown = parser.parse_known_args(words)
+    if unknown and not next(command.takes_overrides for command in COMMANDS if command.name == args.command):
+        parser.error(f"{args.command} does not know: {' '.join(unknown)}")
+    args.overrides = unknown
+    return runners[args.command](args) or 0

@@ -1,0 +1,97 @@
+"""The command line: dispatch, overrides, errors and exit codes, with stand-ins for the parts that do the work."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from primus_odc import __version__
+from primus_odc.cli import COMMANDS, main
+from primus_odc.errors import ConfigError
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """Replaces every part by one that takes a config and notes its arguments; the config ``broken`` raises."""
+    seen: list[argparse.Namespace] = []
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("config")
+        parser.add_argument("--steps", type=int, default=1)
+
+    def run(args: argparse.Namespace) -> int | None:
+        seen.append(args)
+        if args.config == "broken":
+            raise ConfigError(["comm_backend: odc_nopd is not known"])
+        return 3 if args.config == "unequal" else None
+
+    for command in COMMANDS:
+        part = ModuleType(command.module)
+        setattr(part, f"add_{command.name}_arguments", add)
+        setattr(part, f"run_{command.name}", run)
+        monkeypatch.setitem(sys.modules, command.module, part)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["train", "compare"])
+def test_unknown_words_are_overrides(calls: list[argparse.Namespace], name: str) -> None:
+    assert main([name, "exp.yaml", "--lr", "1e-4", "--steps", "5", "odc.timeout_s=60", "--swiglu", "--step=7", "--min_lr", "-1"]) == 0
+    (args,) = calls
+    assert args.command == name
+    assert args.config == "exp.yaml"
+    assert args.steps == 5
+    assert args.overrides == ["--lr", "1e-4", "odc.timeout_s=60", "--swiglu", "--step=7", "--min_lr", "-1"]
+
+
+def test_plan_takes_no_overrides(calls: list[argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "lengths.txt", "--rank", "4"])
+    assert caught.value.code == 2
+    assert "plan does not know: --rank 4" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_exit_code_of_the_command(calls: list[argparse.Namespace]) -> None:
+    assert main(["train", "unequal"]) == 3
+    assert main(["train", "exp.yaml"]) == 0
+
+
+def test_error_is_one_message(calls: list[argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "broken"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "primus-odc: error: 1 problem in the configuration:\n  - comm_backend: odc_nopd is not known\n"
+
+
+@pytest.mark.parametrize("words", [["--traceback", "train", "broken"], ["train", "broken", "--traceback"]])
+def test_traceback(calls: list[argparse.Namespace], words: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        main(words)
+    assert calls[0].overrides == []
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"primus-odc {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["trian"]])
+def test_no_such_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert "usage: primus-odc" in capsys.readouterr().err
+
+
+def test_help_imports_no_part() -> None:
+    code = "import sys, primus_odc.cli\ntry: primus_odc.cli.main(['--help'])\nexcept SystemExit: sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert command.summary in done.stdout
