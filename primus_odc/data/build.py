@@ -1,0 +1,142 @@
+"""From the keys of an experiment to the datasets it trains and evaluates on."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from primus_odc.data.cache import open_or_build
+from primus_odc.data.config import DataConfig, nearest, parse_data
+from primus_odc.data.dataset import TokenDataset
+from primus_odc.data.huggingface import folder_source, hub_source
+from primus_odc.data.progress import with_progress
+from primus_odc.data.records import Form
+from primus_odc.data.samples import Sample
+from primus_odc.data.sources import JsonlSource, ParquetSource, Source
+from primus_odc.data.stdlib import StdlibSource
+from primus_odc.data.template import TEMPLATE_VERSION, Template, render
+from primus_odc.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, RwkvTokenizer, Tokenizer
+from primus_odc.errors import ConfigError, DataError
+
+Split = Literal["train", "validation"]
+OverLength = Literal["error", "truncate"]
+
+_log = logging.getLogger(__name__)
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_PIECE_NUMBER = re.compile(r"#\d+$")
+
+
+def build_dataset(
+    params: Mapping[str, Any],
+    split: Split = "train",
+    *,
+    workspace: Path,
+    max_tokens: int,
+    over_length: OverLength,
+    cache_timeout_s: float = 3600.0,
+) -> TokenDataset:
+    """The training or validation part of an experiment's data; every rank calls it and gets the same.
+
+    Samples over the cap are settled here, before the first step: with ``error`` they are refused in one message, with ``truncate``
+    they keep their first ``max_tokens`` tokens, and how many were cut is logged as a warning and stays in ``TokenDataset.truncated``.
+
+    Args:
+        params: keys of the trainer module, see :class:`primus_odc.data.config.DataConfig`.
+        split: ``train``, or ``validation`` (the part kept by ``sft_validation_fraction``).
+        workspace: the experiment's output folder; token caches go below it unless ``data_cache_path`` is set.
+        max_tokens: most tokens a microbatch, hence a sample, may have.
+        over_length: what to do with a longer sample.
+        cache_timeout_s: seconds to wait for another process of this host that is building the cache.
+
+    Raises:
+        ConfigError: wrong keys, all problems at once.
+        DataError: unreadable data, a damaged cache, an empty split, samples over the cap.
+    """
+    config = parse_data(params)
+    tokenizer = build_tokenizer(params)
+    source = build_source(config)
+    parts = {
+        "source": source.fingerprint,
+        "tokenizer": tokenizer.fingerprint,
+        "template": f"{config.sft_conversation_format}-{TEMPLATE_VERSION}",
+        "max_samples": config.sft_max_samples,
+    }
+    title = f"{source.name}, tokenizer {tokenizer.name}"
+    samples = _tokenize(source, tokenizer, config.sft_conversation_format, config.sft_max_samples)
+    cache = open_or_build(config.data_cache_path or workspace / "token_cache", parts, samples, title, cache_timeout_s)
+    held_out = np.array([in_validation(sample_id, config.sft_validation_fraction) for sample_id in cache.ids])
+    rows = np.flatnonzero(held_out == (split == "validation"))
+    if rows.size == 0:
+        raise DataError(
+            f"the {split} part of {source.name} is empty: {len(cache.ids)} samples with sft_validation_fraction "
+            f"{config.sft_validation_fraction:g}; change the fraction or give more samples"
+        )
+    dataset = TokenDataset(cache, rows.tolist(), max_tokens if over_length == "truncate" else None)
+    dataset.require_at_most(max_tokens)
+    if dataset.truncated:
+        _log.warning("%s: %d of %d samples truncated to their first %d tokens", split, dataset.truncated, len(dataset), max_tokens)
+    return dataset
+
+
+def build_tokenizer(params: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of an experiment.
+
+    Raises:
+        ConfigError: wrong keys, all problems at once.
+        DataError: a package or file is missing or unusable.
+    """
+    config = parse_data(params)
+    if config.tokenizer_type == "byte":
+        return ByteTokenizer()
+    if config.tokenizer_type == "rwkv":
+        return RwkvTokenizer()
+    return HuggingFaceTokenizer(Path(config.tokenizer_model or "").expanduser(), config.tokenizer_eos_token)
+
+
+def build_source(config: DataConfig) -> Source:
+    """The source that ``sft_dataset_name`` means.
+
+    Raises:
+        ConfigError: the name is neither ``stdlib``, nor an existing path, nor of the form of a hub name.
+        DataError: the path cannot be read as a dataset, or a package is missing.
+    """
+    name = config.sft_dataset_name
+    form: Form = "text" if config.sft_conversation_format == "text" else "conversation"
+    if name == "stdlib":
+        return StdlibSource(config.sft_stdlib_unit, form)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return folder_source(path, config.sft_dataset_split, form)
+    if path.suffix == ".jsonl" and path.is_file():
+        return JsonlSource([path], path.parent, form)
+    if path.suffix == ".parquet" and path.is_file():
+        return ParquetSource([path], path.parent, form)
+    if path.exists():
+        raise ConfigError([f"sft_dataset_name is {name!r}; a file must end in .jsonl or .parquet"])
+    if _HUB_NAME.fullmatch(name) and not path.suffix:
+        return hub_source(name, config.sft_dataset_split, form)
+    near = nearest(name, ["stdlib"])
+    if near is None and path.parent.is_dir():
+        neighbour = nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+        near = str(path.with_name(neighbour)) if neighbour else None
+    hint = f"; did you mean {near}?" if near else ""
+    raise ConfigError([f"sft_dataset_name is {name!r}: no such path; give stdlib, a path, or a name owner/dataset of the hub{hint}"])
+
+
+def in_validation(sample_id: str, fraction: float) -> bool:
+    """Whether a sample is held out: by a hash of its id, so for ever the same; pieces of one file stay together."""
+    digest = hashlib.sha256(_PIECE_NUMBER.sub("", sample_id).encode("utf-8")).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def _tokenize(source: Source, tokenizer: Tokenizer, template: Template, limit: int | None) -> Iterator[Sample]:
+    total = len(source) if limit is None else min(limit, len(source))
+    for record in with_progress(itertools.islice(source, limit), total, f"tokenizing {source.name}"):
+        yield render(record, tokenizer, template)
