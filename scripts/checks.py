@@ -116,7 +116,8 @@ def main(arguments: list[str]) -> int:
         "wheel": lambda: check_wheel(options.file, tracked_files()),
         "result": lambda: check_result(json.loads(options.file.read_text(encoding="utf-8")), options.steps, options.ranks),
     }
-    problems = checks[options.command]()
+    file: Path | None = getattr(options, "file", None)
+    problems = checks[options.command]() if file is None or file.is_file() else [f"{file}: no such file"]
     for problem in problems:
         print(problem, file=sys.stderr)
     print(f"checks {options.command}: {f'{len(problems)} problem(s)' if problems else 'ok'}")

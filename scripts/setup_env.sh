@@ -74,12 +74,24 @@ offers_cpu_build() {
     [[ $listing == *[[:space:]]"$version+cpu"[[:space:],]* || $listing == *[[:space:]]"$version+cpu" ]]
 }
 
+# Prints the version of torch, or on stderr why it is not one of the tested releases.
+usable_torch='
+import sys
+from primus_odc import errors, versions
+try:
+    versions.require_torch()
+except errors.VersionError as error:
+    sys.exit(str(error).partition("; install")[0])
+import torch
+print(torch.__version__)
+'
+
 # On ROCm: makes the torch of interpreter $1 visible in $VENV and prints the pip options that pin it to what it is.
 reuse_torch() {
     local version
-    if ! version=$("$1" -c 'import torch; print(torch.__version__)' 2>/dev/null); then
-        die "this is a ROCm machine and $1 has no torch that can be imported. A ROCm build of torch is never installed or replaced" \
-            "here: use the interpreter that has it (PYTHON=...), or ODC_DEVICE=cpu to run on the CPU"
+    if ! version=$(PYTHONPATH=$ODC_ROOT${PYTHONPATH:+:$PYTHONPATH} "$1" -c "$usable_torch"); then
+        die "this is a ROCm machine and the torch of $1 cannot be used (see above). A ROCm build of torch is never installed or replaced" \
+            "here: use the interpreter that has one (PYTHON=...), or ODC_DEVICE=cpu to run on the CPU"
     fi
     if [[ -n ${TORCH:-} && ${version%%+*} != "$TORCH" ]]; then
         die "TORCH=$TORCH was asked for, but torch on a ROCm machine is never replaced and $1 has $version"

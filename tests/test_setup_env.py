@@ -19,7 +19,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 FAKE_PYTHON = r"""#!/bin/bash
 case "$*" in
     *platform.python_version*) echo "${VERSION:-3.11.7}"; exit "${TOO_OLD:-0}" ;;
-    *'print(torch.__version__)'*) [[ $BUILD != none ]] || exit 1; echo "2.11.0+rocm7.1" ;;
+    *require_torch*) [[ $BUILD != none ]] || exit 1; echo "2.11.0+rocm7.1" ;;
     *torch.version.hip*) echo "2.13.0 ${BUILD:-cpu}" ;;
     *sys.path*) echo /base/site-packages ;;
     *sysconfig*) echo "$(dirname "$0")" ;;
@@ -184,7 +184,7 @@ def test_rocm_pins_the_torch_that_is_there(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"ODC_DEVICE": "rocm", "BUILD": "none"}, "has no torch that can be imported"),
+        ({"ODC_DEVICE": "rocm", "BUILD": "none"}, "cannot be used (see above). A ROCm build of torch is never installed or replaced"),
         ({"ODC_DEVICE": "rocm", "BUILD": "rocm", "TORCH": "2.12.0"}, "torch on a ROCm machine is never replaced"),
         ({"ODC_DEVICE": "tpu"}, "ODC_DEVICE=tpu is not one of cpu, cuda, rocm"),
         ({"TORCH": "latest"}, "TORCH=latest is not a release"),
