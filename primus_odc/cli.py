@@ -73,7 +73,7 @@ def _run(words: list[str]) -> int:
             getattr(part, f"add_{command.name}_arguments")(subparser)
             runners[command.name] = getattr(part, f"run_{command.name}")
             if command.takes_overrides:
-                subparser.epilog = "Further words change the YAML: --key value, key=value, block.key=value."
+                subparser.epilog = "Words after the YAML change its keys: --key value, key=value, block.key=value."
     args, unknown = parser.parse_known_args(words)
     if unknown and not next(command.takes_overrides for command in COMMANDS if command.name == args.command):
         parser.error(f"{args.command} does not know: {' '.join(unknown)}")
