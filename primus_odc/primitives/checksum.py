@@ -15,7 +15,7 @@ from primus_odc.errors import VerificationError
 
 def checksum(data: torch.Tensor, epoch: int) -> int:
     """CRC-32 of a contiguous CPU tensor's bytes, seeded with ``epoch``."""
-    return zlib.crc32(memoryview(data.reshape(-1).view(torch.uint8).numpy()), epoch & 0xFFFFFFFF)
+    return zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().data, epoch & 0xFFFFFFFF)
 
 
 def check(data: torch.Tensor, epoch: int, expected: int, what: str) -> None:

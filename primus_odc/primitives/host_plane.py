@@ -91,7 +91,7 @@ class HostPlane:
         for i, p in enumerate(self.groups[group].params):
             local = self._read_shard_of(group, i)
             place = mine[p.shard_offset : p.shard_offset + p.local_numel * p.gather_dtype.itemsize].view(p.gather_dtype)
-            place.copy_(local.reshape(-1))
+            place.copy_(local.detach().reshape(-1))
         if self.verify:
             self.heap.words.put("shard_sum", checksum(mine, epoch), group)
 

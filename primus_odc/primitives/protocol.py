@@ -173,13 +173,14 @@ class RankProtocol:
         self.has_data = [False] * len(self.t.groups)
         self.declared = [False] * len(self.t.groups)
 
-    def gather(self, group: int, into: Any) -> Steps:
-        """Read the shards of ``group`` from their owners; legal in any number while PUBLISHED or ACTIVE."""
+    def gather(self, group: int, into: Any, *, own: bool = False) -> Steps:
+        """Read the shards of ``group`` from their owners, with ``own`` from this rank too; legal in any number while PUBLISHED or
+        ACTIVE."""
         self._require(f"gather of group {self.t.groups[group]}", State.PUBLISHED, State.ACTIVE)
         k = self.epoch
         operation = f"gather of group {self.t.groups[group]} (epoch {k})"
         for owner in self._rotated(self.t.peers):
-            if owner != self.t.rank:
+            if own or owner != self.t.rank:
                 yield Wait(owner, "published", 0, k, operation)
                 yield Do(lambda owner=owner: self.plane.read_shard(owner, group, k, into))  # type: ignore[misc]
 
@@ -221,6 +222,7 @@ class RankProtocol:
         k = self.epoch
         for g in range(len(self.t.groups)):
             yield from self.declare(g)
+        yield Do(self.plane.reshard)  # the optimizer works on the sharded parameters
         if self.mode == "local":
             # Groups complete in backward order, the last one first; the order of sources is fixed, so the sum is reproducible.
             for g in reversed(range(len(self.t.groups))):
@@ -234,7 +236,7 @@ class RankProtocol:
             for source in self._others():
                 yield Wait(source, "final", 0, k, f"settle (epoch {k})")
                 pushed = read_word(source, "head", self.t.rank)
-                yield Wait(self.t.rank, "tail", source, pushed, f"settle, adding what {self.t.names[source]} pushed (epoch {k})")
+                yield Wait(self.t.rank, "tail", source, pushed, f"settle of what {self.t.names[source]} pushed (epoch {k})")
             for g in range(len(self.t.groups)):
                 yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
         yield Store("done", 0, k)

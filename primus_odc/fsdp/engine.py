@@ -1,0 +1,378 @@
+"""The engine: an FSDP2 model whose ranks meet once per minibatch.
+
+::
+
+    engine = primus_odc.attach(model)
+    engine.begin_minibatch(num_microbatches=n)   # this rank's own count
+    ...loss.backward() n times...                # divide each loss sum by the minibatch's global target-token count
+    engine.settle()                              # .grad is complete on every rank
+    optimizer.step(); optimizer.zero_grad()
+
+``begin_minibatch`` publishes the new parameters if nobody did. The protocol and its states stand in
+:mod:`primus_odc.primitives.protocol`; this file binds it to FSDP2 through public setters and hooks only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import struct
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from primus_odc.config import OdcConfig, parse_options
+from primus_odc.errors import ProtocolError, UnsupportedModelError
+from primus_odc.fsdp.choices import GIB, RING_SLOTS, choose, require_available_transport
+from primus_odc.fsdp.gather import Into, OnDemandAllGather
+from primus_odc.fsdp.gradients import GradientStore
+from primus_odc.fsdp.mesh import Mesh, find_mesh
+from primus_odc.fsdp.microbatches import MicrobatchTracker
+from primus_odc.fsdp.native import NativeAllGather, NativeReduceScatter
+from primus_odc.fsdp.probe import Unit, find_units
+from primus_odc.fsdp.reduce import ScatterAccumulate
+from primus_odc.fsdp.verify import ReferenceCheck
+from primus_odc.primitives.contribution import Contribution, split_pieces
+from primus_odc.primitives.driver import ProgressThread, run
+from primus_odc.primitives.host_plane import HostPlane
+from primus_odc.primitives.protocol import RankProtocol, State, Topology
+from primus_odc.primitives.spec import layout_digest, memory_bytes, plan_arena, word_counts
+from primus_odc.symmetric.heap import SymmetricHeap
+from primus_odc.versions import require_fsdp2
+
+logger = logging.getLogger("primus_odc")
+
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def attach(model: nn.Module, **options: Any) -> Engine:
+    """Give an FSDP2 model on-demand communication; call after ``fully_shard`` and after its weights are loaded, on every rank.
+
+    Args:
+        model: the root FSDP2 module (1-D mesh, or 2-D for HSDP).
+        **options: the keys of the ``odc:`` block (:class:`primus_odc.config.OdcConfig`): ``transport``, ``accumulate``, ``parameters``,
+            ``memory_budget_gib``, ``deterministic``, ``verify``, ``timeout_s``, ...
+
+    Raises:
+        ConfigError: a wrong option.
+        UnsupportedModelError: the model or its sharding cannot be served; the message lists why.
+        VersionError: torch outside the tested range.
+    """
+    return Engine(model, parse_options(options))
+
+
+class Engine:
+    """On-demand communication of one model on one rank; made by :func:`attach`.
+
+    Attributes:
+        choices: the resolved transport, accumulate and parameters modes.
+        memory: bytes the engine adds to this rank, by purpose (:func:`primus_odc.primitives.spec.memory_bytes`).
+    """
+
+    def __init__(self, model: nn.Module, config: OdcConfig) -> None:
+        require_fsdp2()
+        if not isinstance(model, FSDPModule):
+            raise UnsupportedModelError("attach() needs the root FSDP2 module: call fully_shard on the whole model last, then attach it")
+        if model in _ATTACHED:
+            raise ProtocolError("this model has an engine already: detach() it first")
+        self._model: nn.Module = model
+        self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._reshard()  # an evaluation may have left modules unsharded
+        self._mesh: Mesh = find_mesh(model)
+        require_available_transport(config, next(model.parameters()).device.type)
+        try:
+            self._units: list[Unit] = find_units(model, self._mesh.shards)
+            self.choices = choose(config, [u.spec for u in self._units], self._mesh)
+            self._check_agreement(config)
+            self._heap = self._make_heap(config.timeout_s)
+        except BaseException:
+            self._restore_communication()  # find_units leaves recorders behind
+            raise
+        specs = [u.spec for u in self._units]
+        topology = Topology(self._mesh.rank, self._mesh.world_size, self._mesh.peers, [s.name for s in specs], self._mesh.names)
+        self._gradients = GradientStore(self._units)
+        self._plane = HostPlane(
+            self._heap,
+            topology,
+            specs,
+            read_shard_of=lambda g, i: self._units[g].slots[i].sharded().to_local().detach(),
+            reshard=self._reshard,
+            deliver=self._deliver,
+            mode=self.choices.accumulate,
+            slots=RING_SLOTS,
+            verify=config.verify == "checksum",
+        )
+        self._protocol = RankProtocol(topology, self._plane, self.choices.accumulate, RING_SLOTS)
+        self._reference = ReferenceCheck(self._mesh, specs) if config.verify == "reference" else None
+        self._progress = ProgressThread(self._heap, self._protocol) if self.choices.accumulate == "owner" else None
+        self._checked_epoch = [0] * len(specs)
+        self._reducers: list[ScatterAccumulate] = []
+        self._install()
+        self._tracker = MicrobatchTracker(model, self._units, self._declare)
+        self._stats: dict[str, Any] = self._counters()
+        _ATTACHED[model] = self
+        self._log()
+        self.publish()
+
+    # What a training loop calls ------------------------------------------------------------------------------------------------------
+
+    def begin_minibatch(self, num_microbatches: int | None = None) -> None:
+        """Enter a minibatch; publishes the parameters first if that has not happened since the last settle.
+
+        Args:
+            num_microbatches: this rank's own number of forward-backward passes, zero included. None: say :meth:`last_microbatch`
+                before the last one, or let settle complete everything.
+        """
+        if num_microbatches is not None and num_microbatches < 0:
+            raise ProtocolError(f"begin_minibatch(num_microbatches={num_microbatches}): a count cannot be negative")
+        if self._protocol.state is State.SETTLED:
+            self.publish()
+        with self._guard("begin_minibatch"):
+            self._protocol.begin()
+            self._reshard()  # an evaluation may have left modules unsharded, and with them out of reach what the user did to .grad
+            self._gradients.adopt()
+            for reducer in self._reducers:
+                reducer.reset()
+            if self._reference is not None:
+                self._reference.begin()
+            self._tracker.begin(num_microbatches)
+            self._stats = self._counters()
+            if num_microbatches == 0:
+                for g in range(len(self._units)):
+                    self._declare(g)
+
+    def last_microbatch(self) -> None:
+        """The next forward-backward is the last of this minibatch on this rank: its gradients may leave while it runs."""
+        with self._guard("last_microbatch"):
+            self._require_active("last_microbatch")
+            self._tracker.close()
+
+    def settle(self) -> None:
+        """End the minibatch: afterwards ``.grad`` of every trainable parameter is the sum over all ranks, also where this rank ran nothing.
+
+        Parameters without any gradient in the whole minibatch get zeros.
+        """
+        with self._guard("settle"):
+            self._require_active("settle")
+            self._tracker.end()
+            run(self._heap, self._protocol.settle(self._heap.words.read))
+
+    def publish(self) -> None:
+        """Make this rank's parameters visible to the others, as the next epoch; called on every rank.
+
+        Needed by hand only after an edit outside the optimizer step (a load, an EMA swap) or to evaluate before the next minibatch.
+        """
+        with self._guard("publish"):
+            run(self._heap, self._protocol.publish())
+            if self._reference is not None:
+                self._compare_shards()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            The global norm before clipping: fp32, 0-dim, equal on all ranks. ``max_norm=inf`` only measures.
+        """
+        norm = self.grad_norm(norm_type)
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1.0 or math.isnan(norm):
+            self._gradients.scale(factor)
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def grad_norm(self, norm_type: float = 2.0) -> float:
+        """Global gradient norm over all shards, from fp64 partial sums added in rank order; called on every rank after settle."""
+        with self._guard("grad_norm"):
+            mine = self._gradients.local_power_sum(norm_type)
+            parity = 0
+
+            def put(place: int) -> None:
+                nonlocal parity
+                parity = place
+                self._heap.words.put("scalar", struct.unpack("=q", struct.pack("=d", mine))[0], place)
+
+            run(self._heap, self._protocol.exchange(put, "grad_norm"))
+            parts = [struct.unpack("=d", struct.pack("=q", self._heap.words.read(r, "scalar", parity)))[0] for r in self._mesh.peers]
+        if math.isinf(norm_type):
+            return max(parts)
+        return float(math.fsum(parts) ** (1.0 / norm_type))
+
+    def stats(self) -> dict[str, Any]:
+        """Since the last ``begin_minibatch``: ``waited_s`` by operation, ``bytes_gathered``, ``bytes_reduced``, ``microbatches``."""
+        now, before = self._counters(), self._stats
+        waited = {k: v - before["waited_s"].get(k, 0.0) for k, v in now["waited_s"].items()}
+        return {
+            "epoch": self._protocol.epoch,
+            "microbatches": self._tracker.microbatches,
+            "waited_s": waited,
+            "bytes_gathered": now["bytes_gathered"] - before["bytes_gathered"],
+            "bytes_reduced": now["bytes_reduced"] - before["bytes_reduced"],
+        }
+
+    def detach(self) -> None:
+        """Give the model FSDP2's own communication back and leave; called on every rank. A minibatch in progress is settled first.
+
+        Gradients, parameters and their sharding stay; ``reshard_after_forward`` is True afterwards if parameters were resident.
+        """
+        if self._protocol.state is State.ACTIVE:
+            self.settle()
+        with self._guard("detach"):
+            run(self._heap, self._protocol.close())
+            if self._progress is not None:
+                self._progress.stop()
+            self._uninstall()
+        self._heap.close()
+        del _ATTACHED[self._model]
+
+    # What the hooks call -------------------------------------------------------------------------------------------------------------
+
+    def gather(self, group: int, into: Into, own: torch.Tensor | None) -> None:
+        """Called by FSDP2 through :class:`OnDemandAllGather`: read the shards of ``group`` where ``into`` says.
+
+        ``own`` is FSDP2's copy of this rank's shard (bytes); None when every owner's shard, this rank's included, has to be read.
+        """
+        name = self._units[group].spec.name
+        with self._guard(f"gather of group {name}"):
+            if own is not None and self._checked_epoch[group] != self._protocol.epoch and self._protocol.state is not State.SETTLED:
+                if not torch.equal(own, self._plane.own_shard(group)):
+                    raise ProtocolError(
+                        f"{self._mesh.names[self._mesh.rank]}: parameters of group {name} changed after they were published in epoch "
+                        f"{self._protocol.epoch}; call engine.publish() on every rank after any edit outside settle() ... optimizer.step()"
+                    )
+                self._checked_epoch[group] = self._protocol.epoch
+            run(self._heap, self._protocol.gather(group, into, own=own is None))
+
+    def reduce(self, group: int, contribution: Contribution) -> None:
+        """Called by FSDP2 through :class:`ScatterAccumulate`: take the gradients of one backward of ``group``."""
+        spec = self._units[group].spec
+        with self._guard(f"reduction of group {spec.name}"):
+            if self._reference is not None:
+                self._reference.add(group, contribution)
+            if self.choices.accumulate == "local":
+                run(self._heap, self._protocol.reduce_local(group, contribution))
+            else:
+                limit = self._plane.max_piece_numel(group)
+                for owner in range(self._mesh.world_size):
+                    row = owner % self._mesh.shards
+                    pieces = [(owner, piece) for piece in split_pieces(spec, contribution, row, limit)]
+                    run(self._heap, self._protocol.reduce_owner(group, pieces))
+            self._tracker.reduced(group)
+
+    # -----------------------------------------------------------------------------------------------------------------------------------
+
+    def _declare(self, group: int) -> None:
+        run(self._heap, self._protocol.declare(group))
+
+    def _deliver(self, group: int, total: torch.Tensor) -> None:
+        if self._reference is not None:
+            self._reference.gradients(group, total, self._protocol.epoch)
+        self._gradients.deliver(group, total)
+
+    def _reshard(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
+    def _install(self) -> None:
+        for g, unit in enumerate(self._units):
+            reducer = ScatterAccumulate(self, g, unit)
+            self._reducers.append(reducer)
+            for module in unit.modules:
+                module.set_custom_all_gather(OnDemandAllGather(self, g, unit.spec))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(reducer)  # type: ignore[arg-type]
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        root = self._modules[0]
+        if self._mesh.replicate_group is not None:
+            root.set_requires_all_reduce(False)
+        if self.choices.parameters == "resident":
+            root.set_reshard_after_forward(False)
+            root.set_reshard_after_backward(False)
+
+    def _uninstall(self) -> None:
+        self._reshard()
+        root = self._modules[0]
+        if self.choices.parameters == "resident":
+            root.set_reshard_after_forward(True)
+            root.set_reshard_after_backward(True)
+        if self._mesh.replicate_group is not None:
+            root.set_requires_all_reduce(True)
+        self._restore_communication()
+        for module in self._modules:
+            module.set_gradient_divide_factor(float(self._mesh.world_size))  # FSDP2's default: the mean over all ranks
+            module.set_force_sum_reduction_for_comms(False)
+        for handle in [*self._gradients.handles, *self._tracker.handles, *(h for r in self._reducers for h in r.handles)]:
+            handle.remove()
+
+    def _restore_communication(self) -> None:
+        for module in self._modules:
+            module.set_custom_all_gather(NativeAllGather())  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(NativeReduceScatter())  # type: ignore[arg-type]
+
+    def _make_heap(self, timeout_s: float) -> SymmetricHeap:
+        specs, mesh, mode = [u.spec for u in self._units], self._mesh, self.choices.accumulate
+        self.memory = memory_bytes(specs, mode, mesh.world_size, RING_SLOTS)
+        plan = plan_arena(specs, mode, mesh.world_size, RING_SLOTS)
+        words = word_counts(len(specs), mode, mesh.world_size, mesh.shards)
+        return SymmetricHeap(mesh.rank, mesh.names, plan, words, mesh.exchange, timeout_s)
+
+    def _compare_shards(self) -> None:
+        assert self._reference is not None
+        for g, unit in enumerate(self._units):
+            if unit.spec.shards == 1:
+                continue
+            rows = torch.empty(unit.spec.shards, unit.spec.shard_nbytes, dtype=torch.uint8)
+            into = lambda owner, rows=rows, n=unit.spec.shard_nbytes: [(0, n, rows[owner % self._mesh.shards])]  # noqa: E731
+            run(self._heap, self._protocol.gather(g, into, own=True))
+            self._reference.shards(g, self._plane.own_shard(g), rows, self._protocol.epoch)
+
+    def _check_agreement(self, config: OdcConfig) -> None:
+        """Every rank must share the same layout in the same mode, or it would read and write in the wrong places."""
+        options = (self.choices.transport, self.choices.accumulate, self.choices.parameters, config.verify, config.timeout_s)
+        digests = self._mesh.exchange(layout_digest([u.spec for u in self._units], options))
+        differing = [self._mesh.names[r] for r, d in enumerate(digests) if d != digests[0]]
+        if differing:
+            raise UnsupportedModelError(
+                f"{differing} have another model layout or other options than {self._mesh.names[0]}; every rank must attach the same model "
+                "(parameters, requires_grad, sharding) with the same options"
+            )
+
+    def _counters(self) -> dict[str, Any]:
+        return {
+            "waited_s": dict(self._heap.waited_s),
+            "bytes_gathered": self._plane.bytes_gathered,
+            "bytes_reduced": self._plane.bytes_reduced,
+        }
+
+    def _require_active(self, operation: str) -> None:
+        if self._protocol.state is not State.ACTIVE:
+            raise ProtocolError(f"{self._mesh.names[self._mesh.rank]}: {operation}() outside a minibatch: call begin_minibatch() first")
+
+    def _log(self) -> None:
+        if self._mesh.rank == 0:
+            modes = f"transport {self.choices.transport}, accumulate {self.choices.accumulate}, parameters {self.choices.parameters}"
+            parts = ", ".join(f"{purpose} {nbytes / GIB:.3f}" for purpose, nbytes in self.memory.items())
+            logger.info(
+                "attached %d groups over %d shards x %d replicas: %s; adds %.3f GiB a rank (%s); %s",
+                len(self._units),
+                self._mesh.shards,
+                self._mesh.replicas,
+                modes,
+                sum(self.memory.values()) / GIB,
+                parts,
+                self.choices.reason,
+            )
+
+    @contextlib.contextmanager
+    def _guard(self, operation: str) -> Iterator[None]:
+        """An error here would leave the others waiting: tell them, so that all ranks end with the same cause."""
+        try:
+            if self._progress is not None:
+                self._progress.check()
+            yield
+        except BaseException as error:
+            self._heap.abort(f"{operation}: {error}")
+            raise

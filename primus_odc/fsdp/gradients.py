@@ -1,0 +1,112 @@
+"""The persistent ``.grad`` of every parameter, and the norm and clipping over all of them at once.
+
+All gradient shards of one dtype lie in one contiguous buffer, made at attach and kept: ``.grad`` are views of it. So a norm or a clip is
+one operation over one tensor instead of hundreds over small ones, and an optimizer may capture the addresses. The buffer is never an
+accumulator of the protocol; padding inside it is zero.
+
+``.grad`` keeps its PyTorch meaning: what was not set to ``None`` (or zeroed) before a minibatch is added to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from primus_odc.errors import ProtocolError
+from primus_odc.fsdp.probe import Unit
+
+
+class GradientStore:
+    """Owns the gradient buffers of all units, in unit order."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        sizes: dict[torch.dtype, int] = {}
+        starts: list[int] = []
+        for u in units:
+            starts.append(sizes.get(u.spec.grad_dtype, 0))
+            sizes[u.spec.grad_dtype] = starts[-1] + u.spec.grad_numel
+        device = units[0].slots[0].sharded().to_local().device
+        self.flat = {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in sizes.items()}
+        self._groups = [self.flat[u.spec.grad_dtype][start : start + u.spec.grad_numel] for u, start in zip(units, starts, strict=True)]
+        self._grads: list[dict[int, DTensor]] = [self._views(u, flat) for u, flat in zip(units, self._groups, strict=True)]
+        self.handles: list[RemovableHandle] = [
+            u.slots[i].sharded().register_post_accumulate_grad_hook(self._discard(grad))
+            for u, grads in zip(units, self._grads, strict=True)
+            for i, grad in grads.items()
+        ]
+
+    @staticmethod
+    def _views(unit: Unit, flat: torch.Tensor) -> dict[int, DTensor]:
+        views = {}
+        for i, p in unit.spec.trainable():
+            sharded = unit.slots[i].sharded()
+            local = flat[p.grad_offset : p.grad_offset + p.local_numel].view(p.local_shape)
+            views[i] = DTensor.from_local(
+                local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+            )
+        return views
+
+    @staticmethod
+    def _discard(ours: DTensor):  # type: ignore[no-untyped-def]  # a hook of torch's
+        def discard(parameter: nn.Parameter) -> None:
+            # FSDP2 has just assigned a view of zeros (see primus_odc.fsdp.reduce); the gradient comes at settle.
+            if parameter.grad is not ours:
+                parameter.grad = None
+
+        return discard
+
+    def adopt(self) -> None:
+        """Take over gradients the user assigned: copy them into the buffers, so that the minibatch adds to them."""
+        for u, grads in zip(self._units, self._grads, strict=True):
+            for i, grad in grads.items():
+                parameter = u.slots[i].sharded()
+                if parameter.grad is not None and parameter.grad is not grad:
+                    assert isinstance(parameter.grad, DTensor)
+                    grad.to_local().copy_(parameter.grad.to_local())
+                    parameter.grad = grad
+
+    def deliver(self, group: int, total: torch.Tensor) -> None:
+        """Set (or add to) ``.grad`` of every trainable parameter of ``group`` from its finished sum, shape ``[grad_numel]``."""
+        unit, flat = self._units[group], self._groups[group]
+        parameters = {i: unit.slots[i].sharded() for i in self._grads[group]}
+        if all(p.grad is None for p in parameters.values()):
+            flat.copy_(total)
+        else:
+            for i, p in parameters.items():
+                spec = unit.spec.params[i]
+                part = slice(spec.grad_offset, spec.grad_offset + spec.padded_numel)
+                if p.grad is None:
+                    flat[part].copy_(total[part])
+                else:
+                    flat[part].add_(total[part])
+        for i, p in parameters.items():
+            p.grad = self._grads[group][i]
+
+    def local_power_sum(self, norm_type: float) -> float:
+        """This rank's part of the global norm: ``sum |g|^p`` in fp64, or ``max |g|`` for the infinity norm."""
+        self._require_ours()
+        parts = [float(torch.linalg.vector_norm(f, norm_type, dtype=torch.float64)) for f in self.flat.values() if f.numel()]
+        if math.isinf(norm_type):
+            return max(parts, default=0.0)
+        return math.fsum(part**norm_type for part in parts)
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient by ``factor``."""
+        self._require_ours()
+        for flat in self.flat.values():
+            flat.mul_(factor)
+
+    def _require_ours(self) -> None:
+        for u, grads in zip(self._units, self._grads, strict=True):
+            for i, grad in grads.items():
+                if u.slots[i].current().grad is not grad:
+                    raise ProtocolError(
+                        f"the gradient of {u.spec.params[i].name} is not the one settle() delivered; take norms and clip between settle() "
+                        "and zero_grad(), and do not assign .grad in between"
+                    )

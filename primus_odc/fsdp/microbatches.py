@@ -1,0 +1,114 @@
+"""When is a group's gradient of this minibatch complete? As early as it is certain, never by counting communication calls.
+
+Chunked losses, unused units, two forwards before one backward and recomputation all change how often FSDP2 gathers and reduces. What
+is watched instead: a *microbatch* is one forward of the root module with gradients enabled; after the announced number of them (or
+after ``last_microbatch()``) the minibatch is *closing*, and a group is complete once every forward of its modules has been followed by
+a reduction and another group has been reduced since. What cannot be decided that way is complete at settle. If the guess is wrong after
+all, the late reduction is an error of the protocol, never a lost gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from primus_odc.errors import ProtocolError
+from primus_odc.fsdp.probe import Unit
+
+
+class MicrobatchTracker:
+    """Counts forwards of the root and of every unit, and calls ``declare(group)`` when a group is complete."""
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit], declare: Callable[[int], None]) -> None:
+        self._declare = declare
+        self._announced: int | None = None
+        self._active = False
+        self._closing = False
+        self._in_backward = False
+        self._pending = [0] * len(units)
+        self._last_reduced: int | None = None
+        self.microbatches = 0
+        self.handles: list[RemovableHandle] = [
+            root.register_forward_pre_hook(self._root_forward),
+            root.register_forward_hook(self._root_output),
+        ]
+        for g, unit in enumerate(units):
+            self.handles += [m.register_forward_pre_hook(self._unit_forward(g)) for m in unit.modules]  # type: ignore[attr-defined]
+
+    def begin(self, num_microbatches: int | None) -> None:
+        """A minibatch begins; ``num_microbatches`` is this rank's own count if it is known."""
+        self._announced = num_microbatches
+        self._active = True
+        self._closing = self._in_backward = False
+        self._pending = [0] * len(self._pending)
+        self._last_reduced = None
+        self.microbatches = 0
+
+    def end(self) -> None:
+        """The minibatch is settled; forwards until the next :meth:`begin` are evaluation.
+
+        Raises:
+            ProtocolError: fewer microbatches ran than were announced.
+        """
+        self._active = False
+        if self._announced is not None and self.microbatches != self._announced:
+            raise ProtocolError(
+                f"settle() after {self.microbatches} microbatches where begin_minibatch(num_microbatches={self._announced}) announced "
+                f"{self._announced}; a microbatch is one forward of the root module with gradients enabled (pass None if yours is not)"
+            )
+
+    def close(self) -> None:
+        """The microbatch that begins now is the last."""
+        self._closing = True
+
+    def reduced(self, group: int) -> None:
+        """``group`` has been reduced once more."""
+        self._pending[group] -= 1
+        previous, self._last_reduced = self._last_reduced, group
+        if self._closing and previous is not None and previous != group and self._pending[previous] <= 0:
+            self._declare(previous)
+
+    def _root_forward(self, module: nn.Module, args: Any) -> None:
+        self._in_backward = False
+        if not (self._active and torch.is_grad_enabled()):
+            return
+        self.microbatches += 1
+        if self._announced is not None and self.microbatches >= self._announced:
+            if self.microbatches > self._announced:
+                raise ProtocolError(
+                    f"microbatch {self.microbatches} begins where begin_minibatch(num_microbatches={self._announced}) announced "
+                    f"{self._announced}; a microbatch is one forward of the root module with gradients enabled (pass None if yours is not)"
+                )
+            self.close()
+
+    def _root_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._active and torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_began)
+
+    def _backward_began(self, gradient: torch.Tensor) -> None:
+        self._in_backward = True
+
+    def _unit_forward(self, group: int) -> Callable[[nn.Module, Any], None]:
+        def forward(module: nn.Module, args: Any) -> None:
+            # A forward inside backward is a recomputation of one already counted.
+            if self._active and torch.is_grad_enabled() and not self._in_backward:
+                self._pending[group] += 1
+
+        return forward
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a module's output, through tuples, lists, dicts and dataclass-like objects with ``values()``."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    return []

@@ -1,0 +1,95 @@
+"""The reduce-scatter object of one communication unit, and the hooks that tell which parameters a reduction holds.
+
+FSDP2 concatenates, per owner, the gradients of exactly those parameters that received one since the last reduction. Which ones these
+are is learnt from ``register_post_accumulate_grad_hook`` on the unsharded parameters autograd works with, so a microbatch may use any
+subset of a unit, on every torch of the tested range, without ``set_reduce_scatter_unused_params``.
+
+What FSDP2 takes for the reduced result is a buffer of zeros nobody ever writes: its ``.grad`` views and, under HSDP, its partial sums
+stay zero and harmless; the real gradient is delivered at settle.
+
+A unit whose shard group has one rank is never reduced by FSDP2; there the hook takes the gradient from autograd directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from primus_odc.errors import ProtocolError
+from primus_odc.primitives.contribution import Contribution
+
+if TYPE_CHECKING:
+    from primus_odc.fsdp.engine import Engine
+    from primus_odc.fsdp.probe import Unit
+
+
+class ScatterAccumulate:
+    """Implements torch's ``ReduceScatter`` interface (``FSDPModule.set_custom_reduce_scatter``), duck-typed."""
+
+    def __init__(self, engine: Engine, group: int, unit: Unit) -> None:
+        self._engine = engine
+        self._group = group
+        self._spec = unit.spec
+        self._trainable = tuple(i for i, p in enumerate(unit.spec.params) if p.trainable)
+        self._arrived: set[int] = set()
+        self._expects_output = False
+        self._sink: torch.Tensor | None = None
+        self.handles: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(self._hook(i))
+            for i, parameter in enumerate(unit.unsharded)
+            if unit.spec.params[i].trainable
+        ]
+
+    def reset(self) -> None:
+        """Forget a backward pass that did not finish; called when a minibatch begins."""
+        self._arrived.clear()
+        self._expects_output = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP2 asks for the flat input first and for the output second."""
+        numel = prod(int(s) for s in size)
+        if not self._expects_output:
+            self._expects_output = True
+            return torch.empty(numel, dtype=dtype, device=device)
+        if self._sink is None or self._sink.dtype != dtype:
+            # The unit's full size whatever this reduction holds: HSDP's partial sums of two reductions must have one size.
+            self._sink = torch.zeros(self._spec.grad_numel, dtype=dtype, device=device)
+        return self._sink
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        self._expects_output = False
+        params = tuple(i for i in self._trainable if i in self._arrived)
+        self._arrived.clear()
+        if input_tensor.numel() == self._spec.shards * self._spec.grad_numel:
+            params = self._trainable  # also where the user has FSDP2 fill in zeros for unused parameters
+        expected = self._spec.shards * sum(self._spec.params[i].padded_numel for i in params)
+        if input_tensor.numel() != expected:
+            raise ProtocolError(
+                f"group {self._spec.name}: FSDP2 reduces {input_tensor.numel()} elements where the parameters with a gradient "
+                f"({[self._spec.params[i].name for i in params]}) have {expected}; a parameter was frozen or unfrozen after attach(): "
+                "detach() and attach() again"
+            )
+        self._engine.reduce(self._group, Contribution(input_tensor.view(self._spec.shards, -1), params))
+
+    def _hook(self, index: int) -> Any:
+        if self._spec.shards > 1:
+
+            def arrived(parameter: nn.Parameter) -> None:
+                self._arrived.add(index)
+
+            return arrived
+
+        def take(parameter: nn.Parameter) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            self._engine.reduce(self._group, Contribution(gradient.reshape(1, -1), (index,)))
+
+        return take

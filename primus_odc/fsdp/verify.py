@@ -1,0 +1,63 @@
+"""``odc.verify: reference``: every published shard and every settled gradient compared with what collectives give.
+
+Ranks gather and reduce at their own pace, so the comparison happens where all of them meet anyway: after publish and inside settle. It
+costs a full collective pass and one more unsharded gradient buffer per rank; it is a tool for finding a fault, not a mode to train in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from primus_odc.errors import VerificationError
+from primus_odc.fsdp.mesh import Mesh
+from primus_odc.primitives.contribution import Contribution, UnshardedSum
+from primus_odc.primitives.spec import GroupSpec
+
+GRADIENT_TOLERANCE = 1e-5
+"""Largest relative L2 difference between on-demand and collective sums: both add fp32 numbers, in different orders."""
+
+
+class ReferenceCheck:
+    """Mirrors what the engine does, through collectives (public ``torch.distributed`` calls)."""
+
+    def __init__(self, mesh: Mesh, groups: Sequence[GroupSpec]) -> None:
+        self._mesh = mesh
+        self._groups = groups
+        self._sums = [UnshardedSum(g, torch.zeros(g.shards, g.grad_numel, dtype=g.sum_dtype)) for g in groups]
+
+    def begin(self) -> None:
+        for total in self._sums:
+            total.reset()
+
+    def add(self, group: int, contribution: Contribution) -> None:
+        self._sums[group].add(contribution)
+
+    def shards(self, group: int, own: torch.Tensor, gathered: torch.Tensor, epoch: int) -> None:
+        """``gathered``: ``[shards, bytes]`` read on demand; ``own``: what this rank published."""
+        reference = torch.empty_like(gathered)
+        dist.all_gather_into_tensor(reference.view(-1), own.contiguous(), group=self._mesh.shard_group)
+        wrong = [self._mesh.names[self._mesh.peers[j]] for j in range(gathered.shape[0]) if not torch.equal(reference[j], gathered[j])]
+        if wrong:
+            raise VerificationError(
+                f"{self._mesh.names[self._mesh.rank]}: shards of group {self._groups[group].name} read on demand from {wrong} differ from "
+                f"the all-gather's in epoch {epoch}"
+            )
+
+    def gradients(self, group: int, total: torch.Tensor, epoch: int) -> None:
+        """``total``: the settled gradient shard, ``[grad_numel]``."""
+        self._sums[group].complete()
+        reference = self._sums[group].buffer.to(torch.float64)
+        dist.all_reduce(reference, group=self._mesh.shard_group)
+        if self._mesh.replicate_group is not None:
+            dist.all_reduce(reference, group=self._mesh.replicate_group)
+        mine = reference[self._mesh.shard_index]
+        difference = float(torch.linalg.vector_norm(total.to(torch.float64) - mine))
+        norm = float(torch.linalg.vector_norm(mine))
+        if not difference <= GRADIENT_TOLERANCE * norm:
+            raise VerificationError(
+                f"{self._mesh.names[self._mesh.rank]}: gradients of group {self._groups[group].name} differ from the collective sum by "
+                f"{difference:.3e} (norm {norm:.3e}) in epoch {epoch}"
+            )
