@@ -10,8 +10,9 @@ rank checks what it reads in both directions, so a wrong mapping or a stale view
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -29,6 +30,13 @@ HARD_CAP_FACTOR = 3
 _HEAP_WORDS = {"heartbeat": 1, "abort": 1, "closed": 1, "mapped": 1}
 _SPIN_ROUNDS = 20
 _MAX_SLEEP_S = 0.001
+
+
+def _heartbeat(words: Words) -> Callable[[], None]:
+    # A function of the words alone: through a method of the heap, heap and watcher would hold each other, and where the garbage
+    # collector is off the segments of a closed heap would stay mapped.
+    beats = itertools.count(1)
+    return lambda: words.write("heartbeat", next(beats))
 
 
 class SymmetricHeap:
@@ -62,8 +70,7 @@ class SymmetricHeap:
         self._segments = [torch.frombuffer(segment, dtype=torch.uint8) for segment in mesh.segments]
         blocks = [s[: layout.nbytes].numpy().view(np.int64) for s in self._segments]
         self.words = Words(layout, blocks, rank)
-        self._beats = 0
-        self._watcher = PeerWatcher(mesh.sockets, self._beat)
+        self._watcher = PeerWatcher(mesh.sockets, _heartbeat(self.words))
         try:
             self._check_mapping()
         except BaseException as error:
@@ -157,10 +164,6 @@ class SymmetricHeap:
     def close(self, *, goodbye: bool = True) -> None:
         """Leave: stop the watcher. The segments are freed with the last view and the last process."""
         self._watcher.stop(goodbye=goodbye)
-
-    def _beat(self) -> None:
-        self._beats += 1
-        self.words.write("heartbeat", self._beats)
 
     def _check_mapping(self) -> None:
         """Every pair, both directions: I read what the owner wrote for me, the owner reads what I wrote into its arena."""

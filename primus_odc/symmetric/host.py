@@ -5,7 +5,8 @@ A segment is a ``memfd_create`` file. Its descriptor travels to the peers over U
 kernel frees both. ``posix_fallocate`` commits the pages up front, so a machine that is short of memory says so at start instead of
 sending ``SIGBUS`` in the middle of a step.
 
-Bootstrap of rank r of W, all steps under one time-out:
+Bootstrap of rank r of W; steps 3 and 4 are under one time-out, step 2 is under that of the process group, which is where early ranks
+wait for late ones:
 1. listen on a fresh abstract address;
 2. exchange ``(boot id, network namespace, address, size, available memory)`` over the job's existing process group, and refuse
    together what cannot work;
@@ -30,6 +31,9 @@ from primus_odc.errors import OdcError, PeerTimeoutError
 
 Exchange = Callable[[Any], list[Any]]
 """All-gather of one picklable object per rank, in rank order; collective."""
+
+CGROUP = "/sys/fs/cgroup"
+"""Where a process sees its own memory cgroup (version 2)."""
 
 _HELLO = struct.Struct("=qq")  # rank, segment size in bytes
 
@@ -70,10 +74,13 @@ def available_memory() -> int:
         fields = dict(line.split(":", 1) for line in meminfo)
     available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
-        with open("/sys/fs/cgroup/memory.max") as maximum, open("/sys/fs/cgroup/memory.current") as current:
+        with open(f"{CGROUP}/memory.max") as maximum, open(f"{CGROUP}/memory.current") as current, open(f"{CGROUP}/memory.stat") as stat:
             limit = maximum.read().strip()
             if limit != "max":
-                available = min(available, int(limit) - int(current.read()))
+                # Cached file pages are charged to the cgroup too, and given up on demand: a dataset read once must not count as used.
+                usage = dict(line.split() for line in stat)
+                cached = int(usage["inactive_file"]) + int(usage["active_file"])
+                available = min(available, int(limit) - int(current.read()) + cached)
     except FileNotFoundError:
         pass  # no cgroup v2 memory controller here: /proc/meminfo alone decides
     return available
@@ -97,10 +104,9 @@ def connect_host_mesh(rank: int, world_size: int, nbytes: int, exchange: Exchang
         rank, world_size: this process among the ranks that share the heap.
         nbytes: size of each rank's segment; must be equal on all ranks.
         exchange: all-gather over those ranks, in rank order.
-        timeout_s: limit for the whole bootstrap; a missing peer is named.
+        timeout_s: limit for connecting once ``exchange`` has returned; a missing peer is named.
     """
     require_host_transport()
-    deadline = time.monotonic() + timeout_s
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = f"primus_odc-{uuid.uuid4().hex}"
     listener.bind("\0" + address)
@@ -108,34 +114,38 @@ def connect_host_mesh(rank: int, world_size: int, nbytes: int, exchange: Exchang
     card = _Card(_boot_id(), os.stat("/proc/self/ns/net").st_ino, address, nbytes, available_memory())
     try:
         cards: list[_Card] = exchange(card)
+        deadline = time.monotonic() + timeout_s
         _check_cards(cards, rank)
         fd = make_segment(nbytes, rank)
     except BaseException:
         listener.close()
         raise
     sockets: dict[int, socket.socket] = {}
+    unknown: list[socket.socket] = []  # accepted, rank not told yet
     descriptors = {rank: fd}
     try:
         for peer in range(rank):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sockets[peer] = sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(_left(deadline))
             sock.connect("\0" + cards[peer].address)
-            sockets[peer] = sock
             _send_hello(sock, rank, nbytes, fd)
             _receive_hello(sock, descriptors, nbytes)
         while len(sockets) < world_size - 1:
             listener.settimeout(_left(deadline))
             sock, _ = listener.accept()
+            unknown.append(sock)
             sock.settimeout(_left(deadline))
             peer = _receive_hello(sock, descriptors, nbytes)
-            sockets[peer] = sock
+            sockets[peer] = unknown.pop()
             _send_hello(sock, rank, nbytes, fd)
-    except (TimeoutError, ConnectionError, EOFError) as error:
+    except BaseException as error:
         missing = sorted(set(range(world_size)) - set(descriptors))
-        for sock in sockets.values():
+        for sock in [*sockets.values(), *unknown]:
             sock.close()
         for descriptor in descriptors.values():
             os.close(descriptor)
+        if not isinstance(error, (TimeoutError, ConnectionError, EOFError)):
+            raise
         raise PeerTimeoutError(f"rank {rank}: ranks {missing} did not join the heap within {timeout_s:g} s ({error!r})") from error
     finally:
         listener.close()

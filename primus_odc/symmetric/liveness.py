@@ -96,7 +96,8 @@ class PeerWatcher:
         os.close(self._wake_w)
 
     def close_in_child(self) -> None:
-        """Drop the copies of the sockets a forked child inherited."""
+        """Drop the copies of the sockets a forked child inherited; ``stop`` there must not touch the parent's wake-up pipe."""
+        self._stopping.set()
         for sock in self._sockets.values():
             os.close(sock.detach())
 
