@@ -1,0 +1,75 @@
+"""``primus-odc plan``: what each arm would gain, before any accelerator is paid for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from primus_odc.errors import PlanError
+from primus_odc.planning.cost import CostModel
+from primus_odc.planning.lengths import DISTRIBUTIONS, named_distribution, read_lengths
+from primus_odc.planning.report import PlanSettings, plan_report, render
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``primus-odc plan``."""
+    names = ", ".join(DISTRIBUTIONS)
+    parser.add_argument("lengths", help=f"file of tokens per sample (text, .json, .jsonl), or one of {names}, optionally with /64")
+    parser.add_argument("--ranks", type=_positive, nargs="+", default=[8], metavar="N", help="numbers of ranks (default: 8)")
+    parser.add_argument(
+        "--samples-per-rank", type=_positive, nargs="+", default=[1, 2, 4, 8], metavar="N", help="batch sizes (default: 1 2 4 8)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_positive, metavar="N", help="max_tokens_per_microbatch (default: the longest a sample can be)"
+    )
+    parser.add_argument("--cost-model", default="attention", help="linear, attention, or your own fit a,b (default: attention)")
+    parser.add_argument(
+        "--fixed-cost", type=float, default=0.0, metavar="C", help="cost of one microbatch in the cost model's unit (default: 0)"
+    )
+    parser.add_argument("--minibatches", type=_positive, default=16, metavar="N", help="minibatches to average over (default: 16)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the distribution and of the order (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON with every step instead of the tables")
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print the report; returns the exit code.
+
+    Raises:
+        PlanError: lengths that cannot be read, a sample over the cap, too few samples, a wrong cost model.
+    """
+    distribution = named_distribution(args.lengths)
+    if distribution is not None:
+        needed = max(args.ranks) * max(args.samples_per_rank) * args.minibatches
+        lengths = distribution.sample(needed, args.seed)
+        longest = distribution.longest // distribution.divisor
+    else:
+        lengths = read_lengths(args.lengths)
+        longest = int(lengths.max())
+    settings = PlanSettings(
+        world_sizes=args.ranks,
+        samples_per_rank=args.samples_per_rank,
+        max_tokens=args.max_tokens if args.max_tokens is not None else longest,
+        cost_model=_cost_model(args.cost_model, args.fixed_cost),
+        minibatches=args.minibatches,
+        seed=args.seed,
+    )
+    report = plan_report(lengths, settings, source=args.lengths)
+    print(json.dumps(report) if args.json else render(report), end="\n" if args.json else "")
+    return 0
+
+
+def _cost_model(text: str, fixed: float) -> CostModel:
+    if "," not in text:
+        return CostModel.from_config(text, fixed=fixed)
+    try:
+        coefficients = [float(word) for word in text.strip("[]").split(",")]
+    except ValueError as error:
+        raise PlanError(f"--cost-model is {text!r}; use linear, attention or two coefficients a,b") from error
+    return CostModel.from_config(coefficients, fixed=fixed)
+
+
+def _positive(word: str) -> int:
+    value = int(word)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{word} is not at least 1")
+    return value

@@ -1,0 +1,169 @@
+"""What ``primus-odc plan`` prints: for each number of ranks and batch size, who runs how many microbatches, who waits, which arm is faster.
+
+Minibatches are drawn from the lengths in a shuffled order, planned with every arm's policy, and added up: a speed-up is the ratio of two
+arms' total predicted times over the same minibatches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from primus_odc.errors import PlanError
+from primus_odc.planning.cost import CostModel
+from primus_odc.planning.policies import plan_minibatch
+from primus_odc.planning.simulate import ARM_POLICY, ARMS, BASELINES, predict_step
+
+_EVEN = 1.01  # a predicted gain below this is within what communication itself can cost
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PlanSettings:
+    """What is planned beside the lengths."""
+
+    world_sizes: Sequence[int]
+    """Numbers of ranks to report."""
+
+    samples_per_rank: Sequence[int]
+    """Batch sizes to report: samples of a minibatch divided by ranks."""
+
+    max_tokens: int
+    """Most tokens of one microbatch."""
+
+    cost_model: CostModel
+    """What a microbatch costs."""
+
+    minibatches: int = 16
+    """Minibatches to average over; fewer if there are not enough samples."""
+
+    seed: int = 0
+    """Seed of the order in which samples are drawn."""
+
+
+def plan_report(lengths: npt.ArrayLike, settings: PlanSettings, *, source: str) -> dict[str, Any]:
+    """Plan and predict every combination of ranks and batch size.
+
+    Args:
+        lengths: [n] tokens per sample; error messages name samples by their position here.
+        source: where the lengths come from, for the header.
+
+    Returns:
+        A dict of JSON types; :func:`render` makes text of it.
+
+    Raises:
+        PlanError: a sample over the cap, or fewer samples than one minibatch.
+    """
+    tokens = np.asarray(lengths, dtype=np.int64)
+    return {
+        "source": source,
+        "samples": len(tokens),
+        "tokens": {
+            "mean": float(tokens.mean()),
+            "p50": float(np.percentile(tokens, 50)),
+            "p90": float(np.percentile(tokens, 90)),
+            "p99": float(np.percentile(tokens, 99)),
+            "max": int(tokens.max()),
+        },
+        "max_tokens_per_microbatch": settings.max_tokens,
+        "cost_model": settings.cost_model.name,
+        "fixed_cost_per_microbatch": settings.cost_model.fixed,
+        "points": [_point(tokens, settings, ranks, samples) for ranks in settings.world_sizes for samples in settings.samples_per_rank],
+    }
+
+
+def _point(tokens: npt.NDArray[np.int64], settings: PlanSettings, world_size: int, samples_per_rank: int) -> dict[str, Any]:
+    size = world_size * samples_per_rank
+    count = min(settings.minibatches, len(tokens) // size)
+    if count < 1:
+        raise PlanError(
+            f"{world_size} ranks with {samples_per_rank} samples each need {size} samples, but there are {len(tokens)}; "
+            "give more lengths, fewer ranks or a smaller batch"
+        )
+    order = np.random.default_rng(settings.seed).permutation(len(tokens))
+    step_costs: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    busy = {arm: np.zeros(world_size) for arm in ARMS}
+    counts: dict[str, list[list[int]]] = {arm: [] for arm in ARMS}
+    planning_ms: dict[str, list[float]] = {policy: [] for policy in ARM_POLICY.values()}
+    for minibatch in range(count):
+        chosen = order[minibatch * size : (minibatch + 1) * size]
+        plans = {}
+        for policy, times in planning_ms.items():
+            started = time.perf_counter()
+            plans[policy] = plan_minibatch(
+                policy,  # type: ignore[arg-type]
+                tokens[chosen].tolist(),
+                world_size,
+                settings.max_tokens,
+                settings.cost_model,
+                [f"sample {i}" for i in chosen],
+            )
+            times.append(1e3 * (time.perf_counter() - started))
+        for arm in ARMS:
+            prediction = predict_step(arm, plans[ARM_POLICY[arm]], settings.cost_model)
+            step_costs[arm].append(prediction.step_cost)
+            busy[arm] += prediction.busy
+            counts[arm].append(list(plans[ARM_POLICY[arm]].counts))
+    total = {arm: sum(costs) for arm, costs in step_costs.items()}
+    return {
+        "ranks": world_size,
+        "samples_per_rank": samples_per_rank,
+        "minibatches": count,
+        "planning_ms_median": {policy: float(np.median(times)) for policy, times in planning_ms.items()},
+        "arms": [
+            {
+                "arm": arm,
+                "policy": ARM_POLICY[arm],
+                "step_cost": step_costs[arm],
+                "microbatches": counts[arm],
+                "idle_fraction": (1.0 - busy[arm] / total[arm]).tolist(),
+                "speedup_over": {baseline: total[baseline] / total[arm] for baseline in BASELINES},
+            }
+            for arm in ARMS
+        ],
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text for a terminal."""
+    tokens = report["tokens"]
+    spread = ", ".join(f"{key} {tokens[key]:.0f}" for key in ("mean", "p50", "p90", "p99", "max"))
+    lines = [
+        f"{report['source']}: {report['samples']} samples, tokens {spread}",
+        f"cap {report['max_tokens_per_microbatch']} tokens per microbatch; cost model {report['cost_model']}, "
+        f"fixed cost {report['fixed_cost_per_microbatch']:g} per microbatch",
+        "Predicted from computing and waiting alone: communication itself is not in these numbers.",
+    ]
+    for point in report["points"]:
+        lines += ["", *_render_point(point)]
+    return "\n".join(lines) + "\n"
+
+
+def _render_point(point: dict[str, Any]) -> Iterator[str]:
+    planning = ", ".join(f"{policy} {ms:.1f} ms" for policy, ms in point["planning_ms_median"].items())
+    yield f"{point['ranks']} ranks, {point['samples_per_rank']} samples per rank, {point['minibatches']} minibatches"
+    yield f"  planning one took {planning}"
+    over = "  ".join(f"x {baseline:>14}" for baseline in BASELINES)
+    yield f"  {'arm':<14}  {'idle mean':>9}  {'idle max':>8}  {over}"
+    for arm in point["arms"]:
+        idle = np.array(arm["idle_fraction"])
+        ratios = "  ".join(f"{arm['speedup_over'][baseline]:>16.3f}" for baseline in BASELINES)
+        yield f"  {arm['arm']:<14}  {100 * idle.mean():>8.1f}%  {100 * idle.max():>7.1f}%  {ratios}"
+    yield "  microbatches per rank, first minibatch"
+    for arm in point["arms"]:
+        yield from _wrapped(arm["arm"], [str(count) for count in arm["microbatches"][0]])
+    yield "  idle per rank, %"
+    for arm in point["arms"]:
+        yield from _wrapped(arm["arm"], [f"{100 * idle:.0f}" for idle in arm["idle_fraction"]])
+    gains = {arm["arm"]: arm["speedup_over"]["nccl_pad"] for arm in point["arms"]}
+    if gains["odc_nopad"] < _EVEN:
+        yield "  odc_nopad gains less than 1 % over nccl_pad here: collectives would do as well."
+
+
+def _wrapped(label: str, words: list[str], per_line: int = 32) -> Iterator[str]:
+    for start in range(0, len(words), per_line):
+        yield f"    {label if start == 0 else '':<14}  " + " ".join(f"{word:>3}" for word in words[start : start + per_line])

@@ -1,0 +1,90 @@
+"""``primus-odc plan``: its numbers recomputed from the plans, its text, and its refusals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from primus_odc.errors import PlanError
+from primus_odc.planning import CostModel, plan_minibatch
+from primus_odc.planning.command import add_plan_arguments, run_plan
+
+ARMS = ["nccl_pad", "nccl_localsort", "nccl_zero2", "odc_pad", "odc_nopad"]
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    return run_plan(parser.parse_args(words))
+
+
+def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One minibatch that is the whole file: the order does not matter, so every number can be recomputed."""
+    lengths = np.random.default_rng(3).integers(1, 100, 32).tolist()
+    (tmp_path / "lengths.txt").write_text(" ".join(map(str, lengths)))
+    words = [str(tmp_path / "lengths.txt"), "--ranks", "4", "--samples-per-rank", "8", "--max-tokens", "120", "--cost-model", "linear"]
+    assert run(*words, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    (point,) = report["points"]
+    assert (point["ranks"], point["samples_per_rank"], point["minibatches"]) == (4, 8, 1)
+    arms = {arm["arm"]: arm for arm in point["arms"]}
+    assert list(arms) == ARMS
+    order = np.random.default_rng(0).permutation(32)
+    linear = CostModel.from_config("linear")
+    micro = plan_minibatch("lb_micro", [lengths[i] for i in order], 4, 120, linear)
+    mini = plan_minibatch("lb_mini", [lengths[i] for i in order], 4, 120, linear)
+    pad = sum(max(rank[i] for rank in micro.microbatch_costs(linear)) for i in range(micro.counts[0]))
+    assert arms["nccl_pad"]["step_cost"] == [pytest.approx(pad)]
+    assert arms["odc_nopad"]["step_cost"] == [pytest.approx(mini.rank_costs(linear).max())]
+    assert arms["odc_nopad"]["microbatches"] == [list(mini.counts)]
+    assert arms["odc_nopad"]["speedup_over"]["nccl_pad"] == pytest.approx(pad / mini.rank_costs(linear).max())
+    assert arms["nccl_localsort"]["speedup_over"]["nccl_localsort"] == 1
+    np.testing.assert_allclose(arms["nccl_pad"]["idle_fraction"], 1 - micro.rank_costs(linear) / pad, atol=1e-12)
+
+    assert run(*words) == 0
+    text = capsys.readouterr().out
+    for arm in ARMS:
+        row = next(line.split() for line in text.splitlines() if line.split()[:1] == [arm])
+        assert row[-2:] == [f"{arms[arm]['speedup_over'][over]:.3f}" for over in ("nccl_pad", "nccl_localsort")]
+    assert "microbatches per rank" in text and "idle per rank" in text
+
+
+def test_every_combination_of_a_named_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("longalign-like/64", "--ranks", "2", "8", "--samples-per-rank", "1", "4", "--minibatches", "3", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["samples"] == 8 * 4 * 3 and report["max_tokens_per_microbatch"] == 1024
+    assert [(p["ranks"], p["samples_per_rank"]) for p in report["points"]] == [(2, 1), (2, 4), (8, 1), (8, 4)]
+    assert all(len(p["arms"][0]["step_cost"]) == p["minibatches"] for p in report["points"])
+    assert report["points"][0]["arms"][4]["speedup_over"]["nccl_pad"] == pytest.approx(1), "one sample per rank: nothing to gain"
+    assert report["points"][3]["arms"][4]["speedup_over"]["nccl_pad"] > 1
+
+
+def test_balanced_lengths_are_called_balanced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "equal.txt").write_text("64 " * 16)
+    run(str(tmp_path / "equal.txt"), "--ranks", "4", "--samples-per-rank", "4", "--max-tokens", "128", "--fixed-cost", "0.1")
+    assert "collectives would do as well" in capsys.readouterr().out
+
+
+def test_refusals(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("10 20 30 40")
+    path = str(tmp_path / "lengths.txt")
+    with pytest.raises(PlanError, match=r"sample 3 \(40 tokens\)"):
+        run(path, "--ranks", "2", "--samples-per-rank", "2", "--max-tokens", "35")
+    with pytest.raises(PlanError, match="4 ranks with 2 samples each need 8 samples, but there are 4"):
+        run(path, "--ranks", "4", "--samples-per-rank", "2")
+    for model in ("quadratic", "1,x", "1,2,3"):
+        with pytest.raises(PlanError, match="use linear, attention or two coefficients"):
+            run(path, "--ranks", "1", "--samples-per-rank", "1", "--cost-model", model)
+    with pytest.raises(SystemExit):
+        run(path, "--ranks", "0")
+
+
+def test_planning_does_not_import_torch() -> None:
+    code = "import sys, primus_odc.planning.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=50).returncode == 0

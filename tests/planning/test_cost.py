@@ -1,0 +1,81 @@
+"""Cost models against formulas written out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from primus_odc.errors import PlanError
+from primus_odc.planning.cost import QWEN_1_5B_FIT, QWEN_7B_FIT, CostModel
+
+
+def test_linear_counts_tokens() -> None:
+    model = CostModel.from_config("linear", fixed=100)
+    assert model.sample_costs([1, 5, 32000]).tolist() == [1, 5, 32000]
+    assert model.microbatch_cost([3, 4]) == 107
+    assert model.microbatch_cost([]) == 101, "an empty bucket is one padding token"
+
+
+@pytest.mark.parametrize(
+    ("spec", "fit"), [("attention", (1.982122, 2.611821)), ((4.348357, 8.768377), QWEN_7B_FIT), ([0.5, 2], (0.5, 2.0))]
+)
+def test_fits(spec: str | list[float], fit: tuple[float, float]) -> None:
+    lengths = np.array([1, 1000, 16000, 32000, 64000])
+    s = lengths / 32000
+    expected = fit[0] * s**2 + fit[1] * s
+    np.testing.assert_allclose(CostModel.from_config(spec).sample_costs(lengths), expected, rtol=1e-14)
+
+
+def test_published_coefficients() -> None:
+    assert QWEN_1_5B_FIT == (1.982122, 2.611821)
+    assert QWEN_7B_FIT == (4.348357, 8.768377)
+
+
+def test_attention_does_not_cross_samples() -> None:
+    model = CostModel.from_config("attention", fixed=0.25)
+    assert model.microbatch_cost([16000, 16000]) == pytest.approx(0.25 + 2 * (1.982122 / 4 + 2.611821 / 2))
+
+
+def naive_flops(length: int, layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int) -> int:
+    """Forward and backward multiply-adds of every matrix product, one at a time."""
+    head = hidden // heads
+    products = []
+    for _ in range(layers):
+        products += [(length, hidden, heads * head), (length, hidden, groups * head), (length, hidden, groups * head)]
+        products += [(length, heads * head, hidden)]
+        products += [(length, hidden, ffn), (length, hidden, ffn), (length, ffn, hidden)]
+    products.append((length, hidden, vocab))
+    causal = sum(2 * layers * heads * head * (2 * position) for position in range(length)) + 2 * layers * heads * head * length
+    return 3 * (sum(2 * m * k * n for m, k, n in products) + causal)
+
+
+def test_model_shape_counts_flops() -> None:
+    model = CostModel.from_model_shape(
+        num_layers=3, hidden_size=64, ffn_hidden_size=160, num_attention_heads=8, num_query_groups=2, vocab_size=500
+    )
+    for length in (1, 17, 400):
+        assert model.microbatch_cost([length]) == naive_flops(length, 3, 64, 160, 8, 2, 500)
+
+
+def test_recompute_adds_a_forward_of_the_layers() -> None:
+    once, again = (
+        CostModel.from_model_shape(
+            num_layers=2,
+            hidden_size=32,
+            ffn_hidden_size=64,
+            num_attention_heads=4,
+            num_query_groups=4,
+            vocab_size=0,
+            recompute=recompute,
+        )
+        for recompute in (False, True)
+    )
+    assert again.microbatch_cost([50]) / once.microbatch_cost([50]) == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize("spec", ["lineer", (1.0,), (1.0, 2.0, 3.0), (-1.0, 2.0), (float("nan"), 1.0), (0.0, 0.0)])
+def test_wrong_models_are_refused(spec: str | list[float]) -> None:
+    with pytest.raises(PlanError):
+        CostModel.from_config(spec)
+    with pytest.raises(PlanError, match="fixed"):
+        CostModel.from_config("linear", fixed=-1)
