@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from primus_odc.errors import UnsupportedModelError
+from primus_odc.megatron.attention import PackedAttention, PackedRotaryEmbedding, attend
+from tests.megatron.gpt_cases import CPU, relative_error
+
+
+def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], scale: float) -> torch.Tensor:
+    """One score matrix over all tokens, with everything but earlier tokens of the same sample masked."""
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seen = (sample[:, None] == sample[None]) & torch.ones(len(sample), len(sample), dtype=torch.bool).tril()
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), value)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    scale=st.sampled_from([None, 0.3]),
+)
+def test_outputs_and_gradients_follow_the_definition(lengths: tuple[int, ...], heads: tuple[int, int], scale: float | None) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    inputs = [
+        torch.randn(sum(lengths), n, 8, dtype=torch.float64, generator=generator).requires_grad_() for n in (heads[0], heads[1], heads[1])
+    ]
+    actual = attend(inputs[0], inputs[1], inputs[2], lengths, scale)
+    expected = by_definition(inputs[0], inputs[1], inputs[2], lengths, scale or 1 / math.sqrt(8))
+    assert actual.shape == inputs[0].shape
+    assert relative_error(actual, expected) < 1e-13
+    weights = torch.randn(actual.shape, dtype=torch.float64, generator=generator)
+    grads = zip(torch.autograd.grad((actual * weights).sum(), inputs), torch.autograd.grad((expected * weights).sum(), inputs), strict=True)
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in grads)
+
+
+def build(mask: AttnMaskType = AttnMaskType.causal, dropout: float = 0.0) -> PackedAttention:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, attention_dropout=dropout)
+    return PackedAttention(config=config, layer_number=1, attn_mask_type=mask, attention_type="self")
+
+
+@pytest.mark.parametrize("arguments", [{"mask": AttnMaskType.padding}, {"dropout": 0.1}])
+def test_other_attention_is_refused_when_built(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="causal self-attention without dropout"):
+        build(**arguments)
+
+
+def test_nothing_given_is_ignored() -> None:
+    x = torch.zeros(3, 2, 4)
+    with pytest.raises(UnsupportedModelError, match="PackedSamples"):
+        build()(x, x, x, None)
+
+
+def test_rotary_angles_stay_on_their_device_and_grow() -> None:
+    rotary = PackedRotaryEmbedding(device=CPU, kv_channels=8, rotary_percent=1.0, rotary_base=100)
+    expected = [[p * 100.0 ** (-2 * i / 8) for i in (0, 1, 2, 3, 0, 1, 2, 3)] for p in range(9)]
+    for length in (4, 9, 2):
+        angles = rotary(length, packed_seq=True)
+        assert angles.shape == (length, 1, 1, 8) and angles.device == CPU and angles.dtype == torch.float32
+        torch.testing.assert_close(angles[:, 0, 0], torch.tensor(expected[:length]))

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from primus_odc.megatron.loss import CrossEntropyHead
+from tests.megatron.gpt_cases import relative_error
+
+TOKENS, HIDDEN, VOCAB = 40, 6, 50
+
+
+def case(dtype: torch.dtype, chunk_tokens: int | None) -> tuple[CrossEntropyHead, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(head, hidden, positions that count, targets)"""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype))
+    hidden = torch.randn(TOKENS, 1, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    counted = torch.randperm(TOKENS, generator=generator)[:23].sort().values
+    return CrossEntropyHead(weight, chunk_tokens), hidden, counted, torch.randint(0, VOCAB, (23,), generator=generator)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 23, 1000, None])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_loss_and_gradients_equal_torchs_cross_entropy(dtype: torch.dtype, tolerance: float, chunk_tokens: int | None) -> None:
+    head, hidden, counted, targets = case(dtype, chunk_tokens)
+    loss = head(hidden, counted, targets)
+    (loss / 23).backward()
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    wide_hidden, wide_weight = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    expected = F.cross_entropy(wide_hidden[counted, 0] @ wide_weight.T, targets, reduction="sum")
+    (expected / 23).backward()
+    assert wide_hidden.grad is not None and wide_weight.grad is not None and hidden.grad is not None and head.weight.grad is not None
+    assert hidden.grad.dtype == head.weight.grad.dtype == dtype
+    assert relative_error(loss, expected) <= tolerance
+    assert relative_error(hidden.grad, wide_hidden.grad) <= tolerance
+    assert relative_error(head.weight.grad, wide_weight.grad) <= tolerance
+
+
+def test_logits_exist_for_one_chunk_at_a_time() -> None:
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.numel = max(self.numel, out.numel())
+            return out
+
+    head, hidden, counted, targets = case(torch.float32, 4)
+    with Largest() as largest:
+        head(hidden, counted, targets).backward()
+    assert largest.numel == max(4 * VOCAB, VOCAB * HIDDEN, TOKENS * HIDDEN)
+
+
+def test_no_target_gives_zero_and_zero_gradients() -> None:
+    head, hidden, counted, targets = case(torch.float32, None)
+    loss = head(hidden, counted[:0], targets[:0])
+    loss.backward()
+    assert loss.item() == 0.0
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert head.weight.grad is not None and not head.weight.grad.any()
+
+
+def test_frozen_parts_get_no_gradient() -> None:
+    head, hidden, counted, targets = case(torch.float32, 5)
+    head.weight.requires_grad_(False)
+    head(hidden, counted, targets).backward()
+    frozen = hidden.grad
+    head.weight.requires_grad_(True)
+    hidden.grad = None
+    head(hidden, counted, targets).backward()
+    assert frozen is not None and hidden.grad is not None and torch.equal(frozen, hidden.grad)
+    assert head.weight.grad is not None
+
+
+def test_a_second_backward_is_refused() -> None:
+    head, hidden, counted, targets = case(torch.float32, None)
+    loss = head(hidden, counted, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run forward again"):
+        loss.backward()
+
+
+def test_the_default_chunk_fits_64_mib() -> None:
+    assert CrossEntropyHead(torch.nn.Parameter(torch.empty(65536, 1))).chunk_tokens * 65536 * 4 == 64 * 2**20
