@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from primus_odc.data.cache import open_or_build
-from primus_odc.data.config import DataConfig, nearest, parse_data
+from primus_odc.data.keys import DataConfig, nearest, parse_data
 from primus_odc.data.dataset import TokenDataset
 from primus_odc.data.huggingface import folder_source, hub_source
 from primus_odc.data.progress import with_progress
@@ -48,7 +48,7 @@ def build_dataset(
     they keep their first ``max_tokens`` tokens, and how many were cut is logged as a warning and stays in ``TokenDataset.truncated``.
 
     Args:
-        params: keys of the trainer module, see :class:`primus_odc.data.config.DataConfig`.
+        params: keys of the trainer module, see :class:`primus_odc.data.keys.DataConfig`.
         split: ``train``, or ``validation`` (the part kept by ``sft_validation_fraction``).
         workspace: the experiment's output folder; token caches go below it unless ``data_cache_path`` is set.
         max_tokens: most tokens a microbatch, hence a sample, may have.
