@@ -1,0 +1,94 @@
+"""``primus-odc compare``: run the arms (or read two finished runs) and write ``result.json``, a table and ``index.html``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from primus_odc.errors import ConfigError
+from primus_odc.report.html import write_page
+from primus_odc.report.logs import compare_logs
+from primus_odc.report.machine import describe_command
+from primus_odc.report.result import ComparisonResult
+from primus_odc.report.table import render_table
+
+ARMS = ("nccl_pad", "nccl_localsort", "nccl_zero2", "odc_pad", "odc_nopad")
+DEFAULT_OUTPUT = Path("output/compare")
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``compare``."""
+    parser.add_argument("config", nargs="?", type=Path, help="experiment YAML to run the arms of")
+    parser.add_argument(
+        "--from-logs", nargs=2, type=Path, metavar=("A", "B"), help="compare two finished runs: their folders or steps.jsonl files"
+    )
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=f"where to write (default: {DEFAULT_OUTPUT})")
+    parser.add_argument("--arms", metavar="LIST", help=f"comma-separated, of {', '.join(ARMS)} (default: nccl_pad,odc_pad,odc_nopad)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of every arm (default: train_iters of the experiment)")
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this host (default: the smaller of cores and 4)")
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Does what the options say, prints the table and returns the exit status.
+
+    Args:
+        args: parsed options of :func:`add_compare_arguments`, and in ``overrides`` the words that change the experiment.
+
+    Raises:
+        ConfigError: options that do not go together; all at once.
+        DataError: the two logs cannot be read or compared.
+    """
+    arms = tuple(arm.strip() for arm in args.arms.split(",")) if args.arms is not None else ("nccl_pad", "odc_pad", "odc_nopad")
+    problems = option_problems(args, arms)
+    if problems:
+        raise ConfigError(problems)
+    command = describe_command(sys.argv)
+    if args.from_logs is not None:
+        run_a, run_b = args.from_logs
+        result = compare_logs(run_a, run_b, command=command)
+    else:
+        # The arms need torch and megatron-core; a comparison of logs needs neither.
+        module = importlib.import_module("primus_odc.megatron.compare")
+        run_comparison = cast(Callable[..., ComparisonResult], module.run_comparison)
+        result = run_comparison(args.config, overrides=args.overrides, arms=arms, steps=args.steps, nproc=args.nproc, command=command)
+    write_report(result, args.output)
+    sys.stdout.write(render_table(result))
+    sys.stdout.write(f"\nwritten: {args.output / 'result.json'}, {args.output / 'index.html'}\n")
+    return 0
+
+
+def write_report(result: ComparisonResult, output: Path) -> None:
+    """Writes ``result.json`` and ``index.html`` into the folder, which is made when missing."""
+    result.write(output / "result.json")
+    write_page(result, output / "index.html")
+
+
+def option_problems(args: argparse.Namespace, arms: Sequence[str]) -> list[str]:
+    """One sentence for each option that cannot be followed."""
+    problems = []
+    if args.from_logs is not None:
+        given: dict[str, object] = {
+            "a config": args.config,
+            "--arms": args.arms,
+            "--steps": args.steps,
+            "--nproc": args.nproc,
+            f"an override ({' '.join(args.overrides)})": args.overrides or None,
+        }
+        problems += [
+            f"--from-logs reads finished runs, {name} has no meaning with it" for name, value in given.items() if value is not None
+        ]
+    elif args.config is None:
+        problems.append("compare needs an experiment YAML to run the arms of, or --from-logs A B")
+    problems += [f"--arms: {arm!r} is not one of {', '.join(ARMS)}" for arm in arms if arm not in ARMS]
+    if len(set(arms)) != len(arms):
+        problems.append(f"--arms: each arm once, got {', '.join(arms)}")
+    problems += [
+        f"{name}: must be at least 1, got {value}"
+        for name, value in (("--steps", args.steps), ("--nproc", args.nproc))
+        if value is not None and value < 1
+    ]
+    return problems

@@ -1,0 +1,285 @@
+"""The step log of a training run, ``<run>/steps.jsonl``, and the comparison of two of them.
+
+First line: a :class:`LogHeader`, saying what was trained. Every further line: a :class:`StepRecord`, one per optimizer step in order.
+Each line is a JSON object written and flushed at once, so a killed run leaves at most one torn last line, which the reader leaves out and
+reports. A resumed run continues its own log: steps from the resumed one on are cut off first, because the run repeats them.
+
+Two runs are comparable when they trained on the same minibatches: same data, seed, global batch size and number of ranks, the same steps,
+and at every common step the same number of tokens. Anything else is refused, every difference by name. Other differences (a learning
+rate, a machine) are allowed and noted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from primus_odc.errors import DataError
+from primus_odc.report import schema
+from primus_odc.report.machine import utc_now
+from primus_odc.report.result import FORMAT, ArmResult, ComparisonResult
+
+FILE_NAME = "steps.jsonl"
+WARMUP_STEPS = 2
+MAX_NAMED = 6
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LogHeader:
+    """What a run trained: the first line of its log."""
+
+    arm: str
+    """Reporting name, as in ``ArmResult.arm``."""
+    world_size: int
+    """Number of ranks."""
+    seed: int
+    """Of model and data order."""
+    global_batch_size: int
+    """Samples per minibatch over all ranks."""
+    data: dict[str, object]
+    """What identifies the data: source, tokenizer, cache digest, number of samples; equal exactly when the token sequences are."""
+    config: dict[str, object] = field(default_factory=dict)
+    """The experiment's flat parameters."""
+    machine: dict[str, object] = field(default_factory=dict)
+    """See :func:`primus_odc.report.machine.describe_machine`."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """See :func:`primus_odc.report.machine.describe_versions`."""
+    format: int = FORMAT
+    """Version of this schema."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepRecord:
+    """One optimizer step, as rank 0 saw all ranks."""
+
+    step: int
+    """0 is the first step of the run."""
+    loss: float | None
+    """Global loss; None when skipped."""
+    grad_norm: float | None
+    """Global gradient norm before clipping; None when skipped."""
+    ms: float
+    """Wall time of the step."""
+    tokens: int
+    """Tokens of the minibatch over all ranks, padding not counted."""
+    microbatches: list[int]
+    """[rank]"""
+    waited_s: list[float]
+    """[rank] seconds without computing: waits and exposed transfers."""
+    skipped: bool = False
+    """The minibatch had no target token; weights, moments and schedule were left alone."""
+    learning_rate: float | None = None
+    """Used in this step."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepLog:
+    """A log that was read."""
+
+    header: LogHeader
+    steps: list[StepRecord]
+    torn: bool = False
+    """The last line was cut off in writing and left out."""
+
+
+class StepLogWriter:
+    """Writes a run's log; use it on rank 0 only, as a context manager or with :meth:`close`."""
+
+    def __init__(self, run: Path, header: LogHeader, first_step: int = 0) -> None:
+        """Starts ``run/steps.jsonl``, or with ``first_step`` > 0 continues it behind step ``first_step - 1``.
+
+        Raises:
+            DataError: the log to be continued is missing, lacks steps, or belongs to a run that is not comparable.
+        """
+        self._path = log_path(run)
+        kept: list[StepRecord] = []
+        if first_step > 0:
+            old = read_step_log(run)
+            problems = _header_problems(old.header, header, "the log", "this run")
+            kept = [record for record in old.steps if record.step < first_step]
+            if not problems and len(kept) != first_step:
+                problems.append(f"the log has {len(kept)} steps before step {first_step}")
+            if problems:
+                raise DataError(f"{self._path}: cannot be continued: {'; '.join(problems)}; choose another run folder")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text(_line(header) + "".join(_line(record) for record in kept), encoding="utf-8")
+        os.replace(partial, self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._next_step = first_step
+
+    def write(self, record: StepRecord) -> None:
+        """Appends one step and flushes it."""
+        assert record.step == self._next_step, f"step {record.step} logged, step {self._next_step} is next"
+        self._file.write(_line(record))
+        self._file.flush()
+        self._next_step += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> StepLogWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def log_path(run: Path) -> Path:
+    """The log of a run folder; a path that ends in .jsonl is the log itself."""
+    return run if run.suffix == ".jsonl" else run / FILE_NAME
+
+
+def read_step_log(run: Path) -> StepLog:
+    """Reads and validates a log.
+
+    Args:
+        run: the run folder or its steps.jsonl.
+
+    Raises:
+        DataError: no such log, or a line of it is not what it should be; the message names file and line.
+    """
+    path = log_path(run)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; give the folder of a finished run of `primus-odc train`, or its {FILE_NAME}") from None
+    lines = text.split("\n")
+    torn = lines.pop() != ""
+    if not lines:
+        raise DataError(f"{path}: no header line")
+    header = _parse(lines[0], LogHeader, f"{path}:1")
+    if header.format != FORMAT:
+        raise DataError(f"{path}:1: format {header.format}, this release reads format {FORMAT}")
+    steps = [_parse(line, StepRecord, f"{path}:{number}") for number, line in enumerate(lines[1:], start=2)]
+    for index, record in enumerate(steps):
+        if record.step != index:
+            raise DataError(f"{path}:{index + 2}: step {record.step}, expected step {index}")
+        for name, values in (("microbatches", record.microbatches), ("waited_s", record.waited_s)):
+            if len(values) != header.world_size:
+                raise DataError(f"{path}:{index + 2}: {name} has {len(values)} ranks, the header says {header.world_size}")
+    return StepLog(header=header, steps=steps, torn=torn)
+
+
+def compare_logs(run_a: Path, run_b: Path, command: str = "") -> ComparisonResult:
+    """The comparison of two finished runs over their common steps; the first is the baseline unless only the second is nccl_pad.
+
+    Raises:
+        DataError: the runs are not comparable; every reason is named.
+    """
+    log_a, log_b = read_step_log(run_a), read_step_log(run_b)
+    problems = _header_problems(log_a.header, log_b.header, "A", "B")
+    common = min(len(log_a.steps), len(log_b.steps))
+    if common <= WARMUP_STEPS:
+        problems.append(f"only {common} common steps; the first {WARMUP_STEPS} are warm-up, so at least {WARMUP_STEPS + 1} are needed")
+    if not problems:
+        for a, b in zip(log_a.steps, log_b.steps, strict=False):
+            if (a.tokens, a.skipped) != (b.tokens, b.skipped):
+                problems.append(f"step {a.step}: {_tokens(a)} in A, {_tokens(b)} in B, so they saw different minibatches from there on")
+                break
+    if problems:
+        raise DataError("the two runs cannot be compared:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    arms = [_arm(log, common) for log in (log_a, log_b)]
+    if arms[0].arm == arms[1].arm:
+        arms = [replace(arm, arm=f"{arm.arm} ({letter})") for arm, letter in zip(arms, "AB", strict=True)]
+    header = log_a.header
+    return ComparisonResult.build(
+        arms=arms,
+        warmup_steps=WARMUP_STEPS,
+        machine=header.machine,
+        config={**header.config, "global_batch_size": header.global_batch_size, "data": header.data},
+        seed=header.seed,
+        versions=header.versions,
+        command=command,
+        date=utc_now(),
+        notes=_notes(log_a, log_b, common),
+    )
+
+
+def _arm(log: StepLog, count: int) -> ArmResult:
+    steps = log.steps[:count]
+    return ArmResult.measure(
+        arm=log.header.arm,
+        ms_per_step=[record.ms for record in steps],
+        loss=[record.loss for record in steps],
+        grad_norm=[record.grad_norm for record in steps],
+        tokens=[record.tokens for record in steps],
+        microbatches=[record.microbatches for record in steps],
+        busy_ms=[[record.ms - 1e3 * waited for waited in record.waited_s] for record in steps],
+        warmup_steps=WARMUP_STEPS,
+        skipped_steps=[record.step for record in steps if record.skipped],
+    )
+
+
+def _header_problems(a: LogHeader, b: LogHeader, name_a: str, name_b: str) -> list[str]:
+    """Differences that make two runs see different minibatches, or spread them over different numbers of ranks."""
+    keys: dict[str, Callable[[LogHeader], object]] = {
+        "seed": lambda header: header.seed,
+        "global batch size": lambda header: header.global_batch_size,
+        "number of ranks": lambda header: header.world_size,
+    }
+    problems = [f"{key}: {get(a)} in {name_a}, {get(b)} in {name_b}" for key, get in keys.items() if get(a) != get(b)]
+    return problems + [f"other data: {item}" for item in _differences(a.data, b.data, name_a, name_b)]
+
+
+def _differences(a: dict[str, object], b: dict[str, object], name_a: str, name_b: str) -> list[str]:
+    absent = object()
+    pairs = ((key, a.get(key, absent), b.get(key, absent)) for key in sorted(set(a) | set(b)))
+    return [f"{key} is {_show(x, absent)} in {name_a}, {_show(y, absent)} in {name_b}" for key, x, y in pairs if x != y]
+
+
+def _show(value: object, absent: object) -> str:
+    return "not set" if value is absent else json.dumps(value)
+
+
+def _notes(a: StepLog, b: StepLog, common: int) -> list[str]:
+    notes = [
+        "Made from the logs of two finished runs: they did not run in alternation, so the machine may have been busier in one of them."
+    ]
+    # The arm is what is being compared; its own keys differ by intent.
+    config_a, config_b = ({k: v for k, v in log.header.config.items() if k not in ("comm_backend", "odc")} for log in (a, b))
+    for title, left, right in (
+        ("Configuration", config_a, config_b),
+        ("Machine", a.header.machine, b.header.machine),
+        ("Versions", a.header.versions, b.header.versions),
+    ):
+        different = _differences(dict(left), dict(right), "A", "B")
+        if different:
+            more = f"; and {len(different) - MAX_NAMED} more" if len(different) > MAX_NAMED else ""
+            notes.append(f"{title} differs: {'; '.join(different[:MAX_NAMED])}{more}.")
+    if len(a.steps) != len(b.steps):
+        notes.append(f"A has {len(a.steps)} steps and B {len(b.steps)}; the first {common} are compared.")
+    notes += [f"The last line of {name} was cut off in writing and is left out." for name, log in (("A", a), ("B", b)) if log.torn]
+    return notes
+
+
+def _tokens(record: StepRecord) -> str:
+    return f"{record.tokens} tokens" + (" (skipped)" if record.skipped else "")
+
+
+def _line(record: LogHeader | StepRecord) -> str:
+    value = schema.encode(record)
+    if isinstance(record, StepRecord):
+        value = {**value, "loss": record.loss, "grad_norm": record.grad_norm}
+    try:
+        return json.dumps(value, allow_nan=False) + "\n"
+    except ValueError:
+        raise DataError(f"step log: a number is not finite and cannot be logged: {value}") from None
+
+
+def _parse(line: str, kind: type[T], where: str) -> T:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error}") from None
+    try:
+        return schema.decode(kind, value)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None

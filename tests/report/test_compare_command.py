@@ -1,0 +1,85 @@
+"""``primus-odc compare``: options, refusals, files written, and what the machine's facts leave out."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from primus_odc.errors import ConfigError
+from primus_odc.report.command import add_compare_arguments, run_compare
+from primus_odc.report.machine import describe_command, describe_machine, describe_versions
+from primus_odc.report.result import ComparisonResult
+from tests.report.report_records import make_comparison
+from tests.report.test_logs import HEADER, step, write
+
+
+def parse(words: Sequence[str], overrides: Sequence[str] = ()) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_compare_arguments(parser)
+    args = parser.parse_args(words)
+    args.overrides = list(overrides)
+    return args
+
+
+def test_from_logs_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(write(tmp_path / name, HEADER, [step(i) for i in range(4)])) for name in "ab"]
+    assert run_compare(parse(["--from-logs", *runs, "--output", str(tmp_path / "out")])) == 0
+    assert ComparisonResult.read(tmp_path / "out" / "result.json").baseline == "nccl_pad (A)"
+    assert "<svg" in (tmp_path / "out" / "index.html").read_text()
+    assert "nccl_pad (B)" in capsys.readouterr().out
+
+
+def test_arms_are_run_by_the_other_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def run_comparison(config: Path, **options: Any) -> ComparisonResult:
+        calls.append((config, options))
+        return make_comparison(steps=4, ranks=2)
+
+    module = ModuleType("primus_odc.megatron.compare")
+    module.run_comparison = run_comparison  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "primus_odc.megatron.compare", module)
+    args = parse(["x.yaml", "--arms", "nccl_pad,odc_nopad", "--steps", "3", "--nproc", "2", "--output", str(tmp_path)], ["--lr", "1"])
+    assert run_compare(args) == 0
+    ((config, options),) = calls
+    assert config == Path("x.yaml")
+    assert {key: options[key] for key in ("overrides", "arms", "steps", "nproc")} == {
+        "overrides": ["--lr", "1"],
+        "arms": ("nccl_pad", "odc_nopad"),
+        "steps": 3,
+        "nproc": 2,
+    }
+    assert json.loads((tmp_path / "result.json").read_text())["format"] == 1
+
+
+def test_all_wrong_options_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        run_compare(parse(["--arms", "nccl_pad,odc,odc", "--steps", "0", "--nproc", "0"]))
+    assert len(refusal.value.problems) == 6
+    with pytest.raises(ConfigError) as refusal:
+        run_compare(parse(["x.yaml", "--from-logs", "a", "b", "--steps", "3"], ["--lr", "1"]))
+    assert len(refusal.value.problems) == 3
+
+
+def test_machine_facts_name_nobody() -> None:
+    facts = json.dumps([describe_machine(), describe_versions()])
+    assert socket.gethostname() not in facts
+    assert str(Path.home()) not in facts or str(Path.home()) == "/"
+    assert "/" not in facts.replace(str(describe_machine()["cpu"]), "")
+    assert len(getpass.getuser()) < 3 or f'"{getpass.getuser()}"' not in facts
+    assert {"cpu", "cores", "memory_gib", "system"} <= set(describe_machine())
+    assert {"python", "numpy", "primus_odc"} <= set(describe_versions())
+
+
+def test_command_line_without_paths() -> None:
+    told = describe_command(["/somewhere/cli.py", "compare", "/data/me/quick.yaml", "--steps", "3", "configs/a.yaml"])
+    assert told == "primus-odc compare quick.yaml --steps 3 configs/a.yaml"

@@ -1,0 +1,75 @@
+"""The terminal's table: width, alignment, and plain words for wins and losses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from primus_odc.report.result import ComparisonResult
+from primus_odc.report.table import WIDTH, cells, ladder_lines, render_table
+from primus_odc.report.wording import rungs, sentences
+from tests.report.report_records import make_comparison
+
+
+@pytest.fixture(scope="module")
+def result() -> ComparisonResult:
+    return make_comparison(steps=8, extra_arms=True)
+
+
+def test_fits_and_aligns(result: ComparisonResult) -> None:
+    text = render_table(result)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert [line.split()[0] for line in lines[2:6]] == ["nccl_pad", "nccl_zero2", "odc_pad", "odc_nopad"]
+    # Flush right: the headings of all columns but the first end where their values end.
+    assert len({len(line) for line in lines[:1] + lines[2:6]}) == 1
+
+
+def test_wide_numbers_still_fit(result: ComparisonResult) -> None:
+    slow = [replace(arm, ms_per_step_median=98765.4, ms_per_step_spread=[91234.5, 99876.5], tokens_per_s=1234567.0) for arm in result.arms]
+    assert max(map(len, render_table(replace(result, arms=slow)).splitlines()[:7])) <= WIDTH
+
+
+def test_cells_by_hand(result: ComparisonResult) -> None:
+    arm = replace(result["odc_nopad"], ms_per_step_median=12.34, ms_per_step_spread=[11.0, 13.0], idle_fraction=[0.101, 0.2, 0.15, 0.3])
+    row = cells(replace(result, speedup={**result.speedup, "odc_nopad": 1.234}), arm)
+    assert row[0] == "odc_nopad"
+    assert row[1] == "12.3 [11.0 13.0]"
+    assert row[3] == "1.23x"
+    assert row[5] == "10-30 %"
+
+
+def test_rungs_step_down_exactly(result: ComparisonResult) -> None:
+    level = None
+    for rung in rungs(result):
+        if rung.level:
+            assert level is None or rung.ms == pytest.approx(level)
+            level = rung.ms
+        else:
+            assert level is not None
+            level -= rung.ms
+
+
+def test_losses_are_as_plain_as_wins(result: ComparisonResult) -> None:
+    said = " ".join(sentences(replace(result, speedup={**result.speedup, "odc_nopad": 0.8})))
+    assert "odc_nopad is SLOWER than nccl_pad: its steps take 1.25 times as long" in said
+    assert "takes as long as" in " ".join(sentences(replace(result, speedup={**result.speedup, "odc_pad": 1.004})))
+    assert "1.50 times as fast" in " ".join(sentences(replace(result, speedup={**result.speedup, "odc_pad": 1.5})))
+    assert "Losses DIFFER: odc_pad" in " ".join(sentences(replace(result, agreement={**result.agreement, "odc_pad": 0.1})))
+
+
+def test_time_added_has_a_plus(result: ComparisonResult) -> None:
+    assert result.ladder is not None and result.ladder.split is not None
+    ladder = replace(result.ladder, split=replace(result.ladder.split, library_ms=-12.5))
+    worse = replace(result, ladder=ladder)
+    assert any("collective library" in line and "+12.5" in line and "FASTER" in line for line in ladder_lines(worse))
+    assert "-12.5 ms only gloo being faster than on-demand transfers" in " ".join(sentences(worse))
+
+
+def test_without_split_or_ladder(result: ComparisonResult) -> None:
+    assert result.ladder is not None
+    unsplit = replace(result, ladder=replace(result.ladder, split=None))
+    assert [rung.name for rung in rungs(unsplit)] == ["nccl_pad", "communication", "odc_pad", "plan", "odc_nopad", "remaining", "ideal"]
+    assert "not known" in " ".join(sentences(unsplit))
+    assert "ladder" not in render_table(replace(result, ladder=None))
