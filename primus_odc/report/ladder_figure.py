@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from primus_odc.report.figures import series_class
 from primus_odc.report.result import ComparisonResult
 from primus_odc.report.svg import Scale, frame, line, rect, text, tick_label
-from primus_odc.report.wording import rungs
+from primus_odc.report.wording import Rung, rungs
 
 NARROW = 560.0
 """Below this width labels stand above their bars instead of left of them."""
@@ -20,7 +22,7 @@ def ladder_figure(result: ComparisonResult, width: float, ident: str) -> str | N
     if not lines:
         return None
     wide = width >= NARROW
-    x = Scale(low=0, high=max(item.ms for item in lines if item.level) * 1.02, start=LABELS if wide else 2.0, end=width - VALUE_ROOM)
+    x = Scale(low=0, high=_highest(lines) * 1.02, start=LABELS if wide else 2.0, end=width - VALUE_ROOM)
     row, bar = (30.0, 18.0) if wide else (44.0, 16.0)
     bottom = row * len(lines) + 4
     body = [line(x(tick), 0, x(tick), bottom, "grid") for tick in x.ticks(6 if wide else 4)]
@@ -50,3 +52,12 @@ def ladder_figure(result: ComparisonResult, width: float, ident: str) -> str | N
     told = "; ".join(f"{item.name} {item.ms:.1f} ms" if item.level else f"{item.name} {-item.ms:+.1f} ms" for item in lines)
     title = "The ladder: " + ", ".join(item.name for item in lines if item.level)
     return frame(ident=ident, width=width, height=bottom + 36, title=title, description=f"From top to bottom: {told}.", body=body)
+
+
+def _highest(lines: Sequence[Rung]) -> float:
+    """The largest time on the way down: a part that adds time may rise above every arm before the next one brings it back."""
+    highest = level = 0.0
+    for item in lines:
+        level = item.ms if item.level else level - item.ms
+        highest = max(highest, level)
+    return highest

@@ -119,6 +119,8 @@ def agreement_sentence(result: ComparisonResult) -> str:
     """Whether the arms learnt the same thing."""
     worst = max(result.agreement, key=lambda arm: result.agreement[arm])
     difference = result.agreement[worst]
+    if difference == 0.0:
+        return f"Losses of all arms equal those of {result.baseline} exactly at every step."
     if difference <= AGREEMENT_BOUND:
         return f"Losses of all arms agree with {result.baseline} to {difference:.1e} relative at every step (worst: {worst})."
     return (

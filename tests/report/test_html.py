@@ -96,6 +96,15 @@ def test_coordinates_stay_inside(page: str) -> None:
             assert 0 <= float(item.get("cx") or 0) <= width and 0 <= float(item.get("cy") or 0) <= height
 
 
+def test_a_ladder_that_climbs_stays_inside(result: ComparisonResult) -> None:
+    """A plan that adds 500 ms, more than made up for by its fewer transfers."""
+    assert result.ladder is not None and result.ladder.split is not None
+    split = replace(result.ladder.split, plan_ms=-500.0, plan_rest_ms=result.ladder.odc_pad_ms - result.ladder.odc_nopad_ms + 500.0)
+    page = render_page(replace(result, ladder=replace(result.ladder, split=split)))
+    assert 'class="added"' in page and "+500.0" in page
+    test_coordinates_stay_inside(page)
+
+
 def test_every_arm_and_waiting_is_shown(result: ComparisonResult, page: str) -> None:
     for arm in result.arms:
         assert page.count(arm.arm) > 5

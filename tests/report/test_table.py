@@ -56,6 +56,7 @@ def test_losses_are_as_plain_as_wins(result: ComparisonResult) -> None:
     assert "odc_nopad is SLOWER than nccl_pad: its steps take 1.25 times as long" in said
     assert "takes as long as" in " ".join(sentences(replace(result, speedup={**result.speedup, "odc_pad": 1.004})))
     assert "1.50 times as fast" in " ".join(sentences(replace(result, speedup={**result.speedup, "odc_pad": 1.5})))
+    assert "exactly" in " ".join(sentences(replace(result, agreement=dict.fromkeys(result.agreement, 0.0))))
     assert "Losses DIFFER: odc_pad" in " ".join(sentences(replace(result, agreement={**result.agreement, "odc_pad": 0.1})))
 
 
