@@ -77,7 +77,7 @@ def _main(function: Callable[..., Any], rank: int, world_size: int, folder: str,
         )
         outcome = (True, function(rank, world_size, *args))
         dist.barrier()
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # whatever it is, the parent process reports it
         outcome, code = (False, traceback.format_exc()), 1
     partial = Path(folder) / f"partial{rank}"
     partial.write_bytes(pickle.dumps(outcome))

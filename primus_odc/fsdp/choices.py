@@ -43,7 +43,8 @@ def require_available_transport(config: OdcConfig, device_type: str) -> None:
     if config.transport not in ("auto", "host"):
         raise ConfigError(
             [
-                f"odc.transport: {config.transport} is not part of this version; 'host' (CPU tensors of one machine) is. Set odc.transport: auto"
+                f"odc.transport: {config.transport} is not part of this version; 'host' (CPU tensors of one machine) is. Set "
+                "odc.transport: auto"
             ]
         )
     if device_type != "cpu":

@@ -260,7 +260,8 @@ class Engine:
                     row = owner % self._mesh.shards
                     pieces = [(owner, piece) for piece in split_pieces(spec, contribution, row, limit)]
                     run(self._heap, self._protocol.reduce_owner(group, pieces))
-            self._tracker.reduced(group)
+            if spec.shards > 1:  # in a shard group of one, gradients come parameter by parameter: complete at settle
+                self._tracker.reduced(group)
 
     # -----------------------------------------------------------------------------------------------------------------------------------
 

@@ -1,15 +1,19 @@
-"""Communication objects that give a module FSDP2's own collectives back after ``detach()``.
+"""FSDP2's own collectives: communication objects that give a module its native communication back after ``detach()``.
 
-FSDP2's default objects are private; these make the same public ``torch.distributed`` calls.
+FSDP2's default objects are private; these make the same public ``torch.distributed`` calls. torch 2.13 renamed the two single-tensor
+collectives and deprecated the old names; 2.11 and 2.12 have only those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+all_gather_single: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Allocate:
@@ -18,18 +22,18 @@ class _Allocate:
 
 
 class NativeAllGather(_Allocate):
-    """``all_gather_into_tensor``, as FSDP2 does it by default."""
+    """The all-gather FSDP2 does by default."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class NativeReduceScatter(_Allocate):
-    """``reduce_scatter_tensor``, as FSDP2 does it by default."""
+    """The reduce-scatter FSDP2 does by default."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

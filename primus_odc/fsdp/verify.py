@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from primus_odc.errors import VerificationError
 from primus_odc.fsdp.mesh import Mesh
+from primus_odc.fsdp.native import all_gather_single
 from primus_odc.primitives.contribution import Contribution, UnshardedSum
 from primus_odc.primitives.spec import GroupSpec
 
@@ -38,7 +39,7 @@ class ReferenceCheck:
     def shards(self, group: int, own: torch.Tensor, gathered: torch.Tensor, epoch: int) -> None:
         """``gathered``: ``[shards, bytes]`` read on demand; ``own``: what this rank published."""
         reference = torch.empty_like(gathered)
-        dist.all_gather_into_tensor(reference.view(-1), own.contiguous(), group=self._mesh.shard_group)
+        all_gather_single(reference.view(-1), own.contiguous(), group=self._mesh.shard_group)
         wrong = [self._mesh.names[self._mesh.peers[j]] for j in range(gathered.shape[0]) if not torch.equal(reference[j], gathered[j])]
         if wrong:
             raise VerificationError(

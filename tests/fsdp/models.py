@@ -76,7 +76,7 @@ def rows(step: int, counts: list[int]) -> int:
 def reference_gradients(model: nn.Module, step: int, counts: list[int]) -> dict[str, torch.Tensor]:
     """fp64, one process, every microbatch of every rank; ``model`` holds the full parameters."""
     double = copy.deepcopy(model).double()
-    total = rows(step, counts)
+    total = max(rows(step, counts), 1)
     for r, n in enumerate(counts):
         for i in range(n):
             x, y = microbatch(step, r, i)
@@ -99,11 +99,17 @@ def worst_relative_error(model: nn.Module, reference: dict[str, torch.Tensor]) -
     return worst
 
 
-def check_gradients(make: Callable[[], Tiny], counts: list[list[int]], options: dict[str, Any], mesh: DeviceMesh | None = None) -> float:
+def check_gradients(
+    make: Callable[[], Tiny],
+    counts: list[list[int]],
+    options: dict[str, Any],
+    mesh: DeviceMesh | None = None,
+    sharding: dict[str, Any] | None = None,
+) -> float:
     """Train for ``len(counts)`` minibatches on demand; the worst relative gradient error of any parameter in any of them."""
     rank = dist.get_rank()
     whole = make()
-    model = shard(make(), mesh)
+    model = shard(make(), mesh, **(sharding or {}))
     engine = primus_odc.attach(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     worst = 0.0
