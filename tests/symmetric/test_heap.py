@@ -124,7 +124,7 @@ def test_an_abort_reaches_all_with_its_text() -> None:
 def test_abort_texts_of_any_length(text: str) -> None:
     ranks = heaps(2)
     ranks[0].abort(text)
-    with pytest.raises(PeerError, match="rank 0 aborted: (no message|ü{500,})"):
+    with pytest.raises(PeerError, match=r"rank 0 aborted: (no message|ü{500,})"):
         ranks[1].check("gather")
     close(*ranks)
 

@@ -1,0 +1,390 @@
+"""Many ranks' protocol generators in one process, interleaved by a random schedule over a memory that notices every torn or stale access.
+
+A ``Do`` is executed in two halves, between which any other agent may run: a write leaves ``TORN`` in the cell until its second half, a
+read looks twice and must see the same complete value both times. Reading a control word is a preemption point as well. What the ranks
+move is not numbers but tokens ``(source, epoch, group, microbatch, shard)``, so a contribution that is lost, doubled or counted in the
+wrong epoch is seen as such.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Store, Topology, Wait
+
+TORN = "torn"
+MAX_DEPTH = 3
+"""Nested preemptions at reads of words."""
+
+IDLE_ROUNDS = 20
+"""How often in a schedule a progress thread looks at a source without need; bounded, so that a deadlock is seen."""
+
+Token = tuple[int, int, int, int, int]
+Finish = Callable[[], None]
+Pending = Callable[[], list[int]]
+"""What an idle progress thread waits for: sources with pieces to add."""
+
+
+class Violation(Exception):
+    """The protocol let a rank see or lose something it must not."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What the ranks do. Everything per epoch is chosen from ``seed`` before the ranks start; the schedule has its own seed.
+
+    ``replicas`` shard groups of ``world_size // replicas`` ranks (HSDP). Counts of microbatches are 0 to ``max_count`` per rank.
+    """
+
+    world_size: int
+    mode: str
+    replicas: int = 1
+    groups: int = 2
+    slots: int = 2
+    epochs: int = 3
+    max_count: int = 3
+    seed: int = 0
+
+    @property
+    def shards(self) -> int:
+        return self.world_size // self.replicas
+
+    def peers(self, rank: int) -> range:
+        start = rank // self.shards * self.shards
+        return range(start, start + self.shards)
+
+    def owners(self, shard: int) -> list[int]:
+        """The ranks that own ``shard``, one in each replica."""
+        return [shard + replica * self.shards for replica in range(self.replicas)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One epoch of a job: ``used[rank]`` lists for each microbatch the groups it uses; ``None`` is a publish without a minibatch."""
+
+    evaluations: tuple[int, ...]
+    used: tuple[tuple[tuple[int, ...], ...], ...] | None
+    early: tuple[bool, ...]
+    exchanges: int
+    resident: bool
+
+
+def make_steps(scenario: Scenario) -> list[Step]:
+    """The job: in about a third of the epochs some rank runs nothing, in a quarter nobody does (an extra publish)."""
+    rng, ranks = random.Random(scenario.seed), range(scenario.world_size)
+    steps = []
+    for _ in range(scenario.epochs):
+        used: list[tuple[tuple[int, ...], ...]] = []
+        for _ in ranks:
+            skipped = rng.choice((None, None, *range(scenario.groups)))
+            mine = [g for g in range(scenario.groups) if g != skipped]
+            used.append(tuple(tuple(g for g in mine if rng.random() < 0.8) for _ in range(rng.randint(0, scenario.max_count))))
+        steps.append(
+            Step(
+                evaluations=tuple(rng.choice((0, 0, 1, 2)) for _ in ranks),
+                used=None if rng.random() < 0.25 else tuple(used),
+                early=tuple(rng.random() < 0.7 for _ in ranks),
+                exchanges=rng.randint(0, 2),
+                resident=rng.random() < 0.3,
+            )
+        )
+    return steps
+
+
+class SimPlane:
+    """The data plane of one rank. Each method performs its first half and leaves the second in ``finish``."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.w, self.rank = world, rank
+        self.shard_index = rank - world.scenario.peers(rank).start
+        self.finish: Finish | None = None
+        self.unsharded: dict[int, int] = {}
+        self.sums: list[list[Token]] = [[] for _ in range(world.scenario.groups)]
+        self.fresh = [True] * world.scenario.groups
+
+    def _write(self, cells: dict[Any, Any], key: Any, value: Any) -> None:
+        cells[key] = TORN
+        self.finish = lambda: cells.__setitem__(key, value)
+
+    def _read(self, cells: dict[Any, Any], key: Any, what: str, then: Callable[[Any], None]) -> None:
+        before = cells.get(key)
+
+        def finish() -> None:
+            after = cells.get(key)
+            if before is TORN or before != after:
+                raise Violation(f"rank {self.rank}: torn read of {what}: {before} then {after}")
+            then(after)
+
+        self.finish = finish
+
+    def reshard(self) -> None:
+        self.unsharded.clear()
+
+    def publish_shard(self, group: int, epoch: int) -> None:
+        self._write(self.w.shards, (self.rank, group), epoch)
+
+    def read_shard(self, owner: int, group: int, epoch: int, into: Any) -> None:
+        def then(found: Any) -> None:
+            if found != epoch:
+                raise Violation(f"rank {self.rank}: gather of group {group} from {owner} in epoch {epoch} found epoch {found}")
+            into(owner)
+
+        self._read(self.w.shards, (owner, group), f"shard {group} of {owner}", then)
+
+    def accumulate(self, group: int, contribution: list[Token]) -> None:
+        tokens, complete = ([], False) if self.fresh[group] else self.w.buffers[(self.rank, group)]
+        self.fresh[group] = False
+        if complete:
+            raise Violation(f"rank {self.rank}: accumulates into a completed buffer of group {group}")
+        self._write(self.w.buffers, (self.rank, group), (tokens + contribution, False))
+
+    def complete(self, group: int, epoch: int) -> None:
+        tokens, _ = self.w.buffers[(self.rank, group)]
+        self.fresh[group] = True
+        self._write(self.w.buffers, (self.rank, group), (tokens, True))
+
+    def pull(self, source: int, group: int, epoch: int) -> None:
+        def then(found: Any) -> None:
+            tokens, complete = found or ([], False)
+            if not complete:
+                raise Violation(f"rank {self.rank}: pulls group {group} of {source} in epoch {epoch} before it is complete")
+            self.sums[group] += [t for t in tokens if t[4] == self.shard_index]
+
+        self._read(self.w.buffers, (source, group), f"gradients {group} of {source}", then)
+
+    def push(self, owner: int, slot: int, group: int, epoch: int, piece: Token) -> None:
+        self._write(self.w.rings, (owner, self.rank, slot), (epoch, group, piece))
+
+    def add_own(self, group: int, piece: Token) -> None:
+        self.finish = lambda: self.sums[group].append(piece)
+
+    def add_arrival(self, source: int, slot: int, epoch: int) -> None:
+        def then(found: Any) -> None:
+            sent, group, piece = found
+            if sent != epoch:
+                raise Violation(f"rank {self.rank}: a piece of epoch {sent} from {source} is added in epoch {epoch}")
+            self.sums[group].append(piece)
+
+        self._read(self.w.rings, (self.rank, source, slot), f"slot {slot} of {source} at {self.rank}", then)
+
+    def deliver(self, group: int) -> None:
+        found = list(self.sums[group])
+
+        def finish() -> None:
+            if self.sums[group] != found:
+                raise Violation(f"rank {self.rank}: the sum of group {group} changes while it is delivered")
+            self.w.delivered.append((self.rank, group, Counter(found)))
+            self.sums[group] = []
+
+        self.finish = finish
+
+
+@dataclass
+class Agent:
+    """A generator of effects and the second half of the effect it is in the middle of."""
+
+    name: str
+    steps: Iterator[Effect | Pending]
+    plane: SimPlane
+    finish: Finish | None = None
+    wait: Wait | Pending | None = None
+    running: bool = False
+    ended: bool = False
+
+
+@dataclass
+class World:
+    """Memory, words and agents of all ranks. ``protocol`` and ``plane`` may be variants with a broken rule."""
+
+    scenario: Scenario
+    schedule: random.Random
+    protocol: type[RankProtocol] = RankProtocol
+    plane: type[SimPlane] = SimPlane
+    parities: Callable[[int], int] = lambda parity: parity
+    shards: dict[Any, Any] = field(default_factory=dict)
+    buffers: dict[Any, Any] = field(default_factory=dict)
+    rings: dict[Any, Any] = field(default_factory=dict)
+    scalars: dict[Any, Any] = field(default_factory=dict)
+    words: defaultdict[tuple[int, str, int], int] = field(default_factory=lambda: defaultdict(int))
+    delivered: list[tuple[int, int, Counter[Token]]] = field(default_factory=list)
+    depth: int = 0
+
+    def run(self) -> None:
+        """One schedule from start to end; raises :class:`Violation`."""
+        scenario = self.scenario
+        steps = make_steps(scenario)
+        names = [str(r) for r in range(scenario.world_size)]
+        self.agents: list[Agent] = []
+        mains: list[Agent] = []
+        for rank in range(scenario.world_size):
+            plane = self.plane(self, rank)
+            topology = Topology(rank, scenario.world_size, list(scenario.peers(rank)), [f"g{g}" for g in range(scenario.groups)], names)
+            protocol = self.protocol(topology, plane, scenario.mode, scenario.slots)
+            mains.append(Agent(f"rank {rank}", rank_main(self, protocol, plane, steps), plane))
+            if scenario.mode == "owner":
+                self.agents.append(Agent(f"progress of {rank}", self._progress(protocol), plane))
+        self.agents += mains
+        stickiness, chance = self.schedule.choice((0.3, 0.8, 0.97)), self.schedule.random
+        self.unfinished = len(mains)
+        while self.unfinished:
+            start = int(chance() * len(self.agents))
+            agent = next((a for a in self.agents[start:] + self.agents[:start] if self.runnable(a)), None)
+            if agent is None:
+                waits = "; ".join(f"{a.name} for {a.wait}" for a in self.agents if isinstance(a.wait, Wait))
+                raise Violation(f"deadlock: {waits}")
+            self.advance(agent)
+            while chance() < stickiness and self.runnable(agent):
+                self.advance(agent)
+        check_delivered(self, steps)
+
+    def read(self, rank: int, word: str, index: int) -> int:
+        """Load a word; others may run before the load."""
+        if self.depth < MAX_DEPTH and self.schedule.random() < 0.5:
+            self.depth += 1
+            for agent in self.schedule.sample(self.agents, len(self.agents)):
+                for _ in range(self.schedule.choice((0, 1, 8, 40))):
+                    if self.runnable(agent):
+                        self.advance(agent)
+            self.depth -= 1
+        return self.words[(rank, word, index)]
+
+    def runnable(self, agent: Agent) -> bool:
+        if agent.running or agent.ended:
+            return False
+        wait = agent.wait
+        if not isinstance(wait, Wait):
+            return wait is None or bool(wait())
+        return self.words[(wait.rank, wait.word, wait.index)] >= wait.at_least
+
+    def advance(self, agent: Agent) -> None:
+        """Let ``agent`` do one thing: the rest of an effect, or the next effect up to its preemption point."""
+        agent.running, agent.wait = True, None
+        if agent.finish is not None:
+            finish, agent.finish = agent.finish, None
+            finish()
+        else:
+            effect = next(agent.steps, None)
+            if effect is None:
+                agent.ended = True
+                self.unfinished -= 1
+            elif isinstance(effect, Do):
+                effect.action()
+                agent.finish, agent.plane.finish = agent.plane.finish, None
+            elif isinstance(effect, Store):
+                self._store(agent.plane.rank, effect)
+            else:
+                agent.wait = effect
+        agent.running = False
+
+    def _store(self, rank: int, store: Store) -> None:
+        key = (rank, store.word, store.index)
+        if store.value < self.words[key]:
+            raise Violation(f"word {key} falls from {self.words[key]} to {store.value}")
+        self.words[key] = store.value
+
+    def _progress(self, protocol: RankProtocol) -> Iterator[Effect | Pending]:
+        """The owner's progress thread: serves a source that has pushed, any of them, and now and then one that has not."""
+        me = protocol.t.rank
+        sources = [r for r in range(self.scenario.world_size) if r != me]
+        idle = IDLE_ROUNDS
+
+        def pending() -> list[int]:
+            found = [s for s in sources if self.words[(s, "head", me)] > self.words[(me, "tail", s)]]
+            return found or sources[: idle > 0]
+
+        while True:
+            yield pending
+            found = pending()
+            idle -= self.words[(found[0], "head", me)] == self.words[(me, "tail", found[0])]
+            yield from protocol.serve(self.read, self.schedule.choice(found))
+
+
+def rank_main(world: World, protocol: RankProtocol, plane: SimPlane, steps: Iterable[Step]) -> Generator[Effect, None, None]:
+    """What an engine does on one rank, in terms of the protocol."""
+    scenario, rank = world.scenario, plane.rank
+    for number, step in enumerate(steps, 1):
+        yield from protocol.publish()
+        assert protocol.epoch == number
+        for n in range(step.evaluations[rank]):
+            yield from unshard(protocol, plane, (rank + n) % scenario.groups, step.resident)
+        if step.used is None:
+            continue
+        protocol.begin()
+        mine = step.used[rank]
+        for microbatch, groups in enumerate(mine):
+            for group in groups:
+                yield from unshard(protocol, plane, group, step.resident)
+            for group in reversed(range(scenario.groups)):
+                if group in groups:
+                    yield from unshard(protocol, plane, group, step.resident)
+                    yield from reduce(world, protocol, rank, group, microbatch)
+                if step.early[rank] and microbatch == len(mine) - 1:
+                    yield from protocol.declare(group)
+        yield from protocol.settle(world.read)
+        for _ in range(step.exchanges):
+            yield from exchange(world, protocol, rank)
+    yield from protocol.close()
+
+
+def unshard(protocol: RankProtocol, plane: SimPlane, group: int, resident: bool) -> Generator[Effect, None, None]:
+    """Use a group's parameters: gather them unless they are still there from this epoch."""
+    if resident and group in plane.unsharded:
+        if plane.unsharded[group] != protocol.epoch:
+            raise Violation(f"rank {plane.rank}: computes with group {group} of epoch {plane.unsharded[group]} in epoch {protocol.epoch}")
+        return
+    received: list[int] = []
+    yield from protocol.gather(group, received.append)
+    if sorted([*received, plane.rank]) != sorted(protocol.t.peers):
+        raise Violation(f"rank {plane.rank}: gather of group {group} brought the shards of {received}")
+    plane.unsharded[group] = protocol.epoch
+
+
+def reduce(world: World, protocol: RankProtocol, rank: int, group: int, microbatch: int) -> Generator[Effect, None, None]:
+    """Gradients of one group from one backward, for every shard; in owner mode to the shard's owner in every replica."""
+    scenario = world.scenario
+    tokens = [(rank, protocol.epoch, group, microbatch, shard) for shard in range(scenario.shards)]
+    if protocol.mode == "local":
+        yield from protocol.reduce_local(group, tokens)
+    else:
+        yield from protocol.reduce_owner(group, [(owner, token) for token in tokens for owner in scenario.owners(token[4])])
+
+
+def exchange(world: World, protocol: RankProtocol, rank: int) -> Generator[Effect, None, None]:
+    """All ranks of the shard group must read the number that each put in for this very exchange."""
+    places: list[int] = []
+    number = protocol._exchanges + 1
+
+    def put(parity: int) -> None:
+        places.append(world.parities(parity))
+        world.scalars[(rank, places[0])] = number
+
+    yield from protocol.exchange(put, "norm")
+    for peer in protocol.t.peers:
+        yield Do(lambda: None)  # others may run between two reads
+        if world.scalars[(peer, places[0])] != number:
+            raise Violation(f"rank {rank}: exchange {number} reads {world.scalars[(peer, places[0])]} from rank {peer}")
+
+
+def check_delivered(world: World, steps: list[Step]) -> None:
+    """Every rank got, for every group and epoch, each contribution to its shard exactly once."""
+    scenario = world.scenario
+    trained = [(k, step.used) for k, step in enumerate(steps, 1) if step.used is not None]
+    for rank in range(scenario.world_size):
+        shard = rank - scenario.peers(rank).start
+        for group in range(scenario.groups):
+            sums = [tokens for r, g, tokens in world.delivered if (r, g) == (rank, group)]
+            expected = [
+                Counter((s, k, group, m, shard) for s in range(scenario.world_size) for m, groups in enumerate(used[s]) if group in groups)
+                for k, used in trained
+            ]
+            if sums != expected:
+                raise Violation(f"rank {rank}: group {group} received {sums}, expected {expected}")
+
+
+def explore(scenario: Scenario, schedule_seed: int, **variants: Any) -> None:
+    """Run one schedule of ``scenario``; raises :class:`Violation` if a rule is broken."""
+    World(scenario, random.Random(schedule_seed), **variants).run()

@@ -1,0 +1,287 @@
+"""The protocol under random schedules, and proof that the simulation notices when one of its rules is broken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from primus_odc.errors import ProtocolError
+from primus_odc.primitives.protocol import Effect, RankProtocol, Steps, Store, Topology, Wait
+from tests.primitives.simulation import Scenario, SimPlane, Violation, explore
+
+SCENARIOS = {
+    "local-1": Scenario(1, "local"),
+    "local-2": Scenario(2, "local"),
+    "local-3": Scenario(3, "local", groups=3),
+    "local-4": Scenario(4, "local"),
+    "local-hsdp": Scenario(4, "local", replicas=2),
+    "local-replicas-only": Scenario(2, "local", replicas=2),
+    "owner-1": Scenario(1, "owner", slots=1),
+    "owner-2-slot-1": Scenario(2, "owner", slots=1),
+    "owner-2-slots-3": Scenario(2, "owner", slots=3),
+    "owner-3-slots-2": Scenario(3, "owner", slots=2),
+    "owner-4-slot-1": Scenario(4, "owner", slots=1, max_count=2),
+    "owner-hsdp": Scenario(4, "owner", replicas=2, slots=2, max_count=2),
+}
+SCHEDULES = 170
+"""Seeded schedules of each scenario."""
+MUTANT_SCHEDULES = 3000
+"""A broken rule must be found within so many."""
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_seeded_schedules(name: str) -> None:
+    for seed in range(SCHEDULES):
+        explore(dataclasses.replace(SCENARIOS[name], seed=seed), seed)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    world_size = draw(st.integers(1, 4))
+    return Scenario(
+        world_size=world_size,
+        mode=draw(st.sampled_from(["local", "owner"])),
+        replicas=draw(st.sampled_from([r for r in (1, 2) if world_size % r == 0])),
+        groups=draw(st.integers(1, 3)),
+        slots=draw(st.integers(1, 3)),
+        epochs=draw(st.integers(1, 4)),
+        max_count=draw(st.integers(0, 3)),
+        seed=draw(st.integers(0, 1 << 32)),
+    )
+
+
+@given(scenarios(), st.integers(0, 1 << 32))
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+def test_any_scenario(scenario: Scenario, schedule_seed: int) -> None:
+    explore(scenario, schedule_seed)
+
+
+# Broken variants ----------------------------------------------------------------------------------------------------------------------
+
+
+def without_waits(steps: Iterator[Effect], unwanted: Callable[[Wait], bool]) -> Steps:
+    """``steps`` less the waits that are ``unwanted``."""
+    for effect in steps:
+        if not (isinstance(effect, Wait) and unwanted(effect)):
+            yield effect
+
+
+class PublishesAtOnce(RankProtocol):
+    def publish(self) -> Steps:
+        return without_waits(super().publish(), lambda wait: wait.word == "done")
+
+
+class WaitsInOwnReplicaOnly(RankProtocol):
+    def publish(self) -> Steps:
+        return without_waits(super().publish(), lambda wait: wait.word == "done" and wait.rank not in self.t.peers)
+
+
+class GathersAtOnce(RankProtocol):
+    def gather(self, group: int, into: Any, *, own: bool = False) -> Steps:
+        return without_waits(super().gather(group, into, own=own), lambda wait: wait.word == "published")
+
+
+class ExtraPublishForgetsDone(RankProtocol):
+    """Does not settle the epoch in between: the other ranks never see it finished."""
+
+    def publish(self) -> Steps:
+        return (e for e in super().publish() if not (isinstance(e, Store) and e.word == "done"))
+
+
+class DoneBeforeTheSum(RankProtocol):
+    def settle(self, read_word: Callable[[int, str, int], int]) -> Steps:
+        yield Store("done", 0, self.epoch)
+        yield from super().settle(read_word)
+
+
+class ReadyBeforeComplete(RankProtocol):
+    def declare(self, group: int) -> Steps:
+        effects = list(super().declare(group))
+        yield from reversed(effects)
+
+
+class DeclaresData(RankProtocol):
+    """Says ``2k + 1`` for a group it has nothing for, so that an older epoch's gradients are pulled."""
+
+    def declare(self, group: int) -> Steps:
+        for effect in super().declare(group):
+            yield Store(effect.word, effect.index, effect.value | 1) if isinstance(effect, Store) else effect
+
+
+class IgnoresCredit(RankProtocol):
+    def reduce_owner(self, group: int, pieces: Any) -> Steps:
+        return without_waits(super().reduce_owner(group, pieces), lambda wait: wait.word == "tail")
+
+
+class CreditOffByOne(RankProtocol):
+    def reduce_owner(self, group: int, pieces: Any) -> Steps:
+        for effect in super().reduce_owner(group, pieces):
+            yield dataclasses.replace(effect, at_least=effect.at_least - 1) if isinstance(effect, Wait) else effect
+
+
+class HeadBeforePush(RankProtocol):
+    def reduce_owner(self, group: int, pieces: Any) -> Steps:
+        for piece in pieces:
+            effects = list(super().reduce_owner(group, [piece]))
+            yield from effects[:-2] + effects[-2:][::-1]
+
+
+class SettlesWithoutArrivals(RankProtocol):
+    def settle(self, read_word: Callable[[int, str, int], int]) -> Steps:
+        return without_waits(super().settle(read_word), lambda wait: wait.word == "tail")
+
+
+class SettlesWithoutFinal(RankProtocol):
+    def settle(self, read_word: Callable[[int, str, int], int]) -> Steps:
+        return without_waits(super().settle(read_word), lambda wait: wait.word == "final")
+
+
+class ServesDoneBeforeHead(RankProtocol):
+    def serve(self, read_word: Callable[[int, str, int], int], source: int) -> Steps:
+        done = read_word(self.t.rank, "done", 0)
+        return super().serve(lambda rank, word, index: done if word == "done" else read_word(rank, word, index), source)
+
+
+class FreesSlotsEarly(RankProtocol):
+    def serve(self, read_word: Callable[[int, str, int], int], source: int) -> Steps:
+        effects = list(super().serve(read_word, source))
+        yield from (effect for effect in effects if isinstance(effect, Store))
+        yield from (effect for effect in effects if not isinstance(effect, Store))
+
+
+class ResetsAtBegin(RankProtocol):
+    """The accumulator is cleared when the rank begins its minibatch, when faster ranks may have pushed already."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.plane.reset_sums()  # type: ignore[attr-defined]
+
+
+class ResettingPlane(SimPlane):
+    def reset_sums(self) -> None:
+        self.sums = [[] for _ in self.sums]
+
+    def deliver(self, group: int) -> None:
+        super().deliver(group)
+        delivered, finish = self.sums[group], self.finish
+        assert finish is not None
+
+        def finish_and_keep() -> None:
+            finish()
+            self.sums[group] = delivered
+
+        self.finish = finish_and_keep
+
+
+class KeepsUnsharded(SimPlane):
+    def reshard(self) -> None:
+        self.finish = None
+
+
+LOCAL, OWNER, HSDP = Scenario(3, "local"), Scenario(3, "owner", slots=2), Scenario(4, "local", replicas=2)
+MUTANTS: dict[str, tuple[Scenario, dict[str, Any]]] = {
+    "publish without waiting for done, local": (LOCAL, {"protocol": PublishesAtOnce}),
+    "publish without waiting for done, owner": (OWNER, {"protocol": PublishesAtOnce}),
+    "publish waits inside its replica only": (HSDP, {"protocol": WaitsInOwnReplicaOnly}),
+    "publish waits inside its replica only, owner": (dataclasses.replace(HSDP, mode="owner"), {"protocol": WaitsInOwnReplicaOnly}),
+    "gather without waiting for published": (LOCAL, {"protocol": GathersAtOnce}),
+    "extra publish forgets done": (LOCAL, {"protocol": ExtraPublishForgetsDone}),
+    "done before the sum": (LOCAL, {"protocol": DoneBeforeTheSum}),
+    "done before the sum, owner": (OWNER, {"protocol": DoneBeforeTheSum}),
+    "ready before complete": (LOCAL, {"protocol": ReadyBeforeComplete}),
+    "ready with data where there is none": (LOCAL, {"protocol": DeclaresData}),
+    "ring credit ignored": (OWNER, {"protocol": IgnoresCredit}),
+    "ring credit off by one": (OWNER, {"protocol": CreditOffByOne}),
+    "head before the piece": (OWNER, {"protocol": HeadBeforePush}),
+    "settle without waiting for arrivals": (OWNER, {"protocol": SettlesWithoutArrivals}),
+    "settle without waiting for final": (OWNER, {"protocol": SettlesWithoutFinal}),
+    "serve reads done before head": (dataclasses.replace(OWNER, world_size=2, replicas=2), {"protocol": ServesDoneBeforeHead}),
+    "slots freed before they are added": (OWNER, {"protocol": FreesSlotsEarly}),
+    "accumulator reset at begin": (OWNER, {"protocol": ResetsAtBegin, "plane": ResettingPlane}),
+    "publish keeps unsharded parameters": (LOCAL, {"plane": KeepsUnsharded}),
+    "exchange with one place": (dataclasses.replace(LOCAL, epochs=4), {"parities": lambda parity: 0}),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_rule_is_found(name: str) -> None:
+    scenario, variants = MUTANTS[name]
+    with pytest.raises(Violation):
+        for seed in range(MUTANT_SCHEDULES):
+            explore(dataclasses.replace(scenario, seed=seed), seed, **variants)
+
+
+# Order of calls -----------------------------------------------------------------------------------------------------------------------
+
+
+class NoPlane:
+    """Accepts and ignores everything."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def alone(mode: str = "local") -> RankProtocol:
+    return RankProtocol(Topology(0, 1, [0], ["embedding"], ["rank 5"]), NoPlane(), mode)
+
+
+def run(steps: Generator[Effect, None, None] | Iterator[Effect]) -> list[Effect]:
+    return list(steps)
+
+
+def settled(protocol: RankProtocol) -> None:
+    run(protocol.publish())
+    protocol.begin()
+    run(protocol.settle(lambda *_: 0))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "call", "message"),
+    [
+        (lambda p: None, lambda p: run(p.gather(0, None)), r"gather of group embedding is not possible in epoch 0.*publish\(\)"),
+        (settled, lambda p: run(p.gather(0, None)), r"rank 5: gather of group embedding is not possible in epoch 1, state 'settled'"),
+        (settled, lambda p: p.begin(), r"begin_minibatch is not possible.*publish\(\)"),
+        (settled, lambda p: run(p.settle(lambda *_: 0)), "settle is not possible"),
+        (
+            lambda p: run(p.publish()),
+            lambda p: run(p.reduce_local(0, None)),
+            r"reduction of group embedding.*begin_minibatch\(\) first",
+        ),
+        (lambda p: run(p.publish()), lambda p: run(p.settle(lambda *_: 0)), r"settle is not possible.*call begin_minibatch\(\) first"),
+        (lambda p: (run(p.publish()), p.begin()), lambda p: run(p.publish()), r"publish is not possible.*call settle\(\) first"),
+        (lambda p: (run(p.publish()), p.begin()), lambda p: p.begin(), r"begin_minibatch is not possible.*call settle\(\) first"),
+        (lambda p: (run(p.publish()), p.begin()), lambda p: run(p.close()), r"detach is not possible.*call settle\(\) first"),
+        (lambda p: run(p.close()), lambda p: run(p.publish()), "publish is not possible.*the engine is detached"),
+        (
+            lambda p: (run(p.publish()), p.begin(), run(p.declare(0))),
+            lambda p: run(p.reduce_local(0, None)),
+            r"rank 5: gradients of group embedding arrived after.*epoch 1.*last_microbatch\(\)",
+        ),
+        (lambda p: (run(p.publish()), p.begin(), run(p.declare(0))), lambda p: run(p.reduce_owner(0, [])), "arrived after"),
+    ],
+)
+def test_calls_in_the_wrong_order_are_refused(
+    prepare: Callable[[RankProtocol], Any], call: Callable[[RankProtocol], Any], message: str
+) -> None:
+    protocol = alone()
+    prepare(protocol)
+    with pytest.raises(ProtocolError, match=message):
+        call(protocol)
+
+
+def test_ready_says_whether_there_is_data_and_is_said_once() -> None:
+    protocol = alone()
+    run(protocol.publish())
+    protocol.begin()
+    run(protocol.reduce_local(0, None))
+    assert [e for e in run(protocol.declare(0)) if isinstance(e, Store)] == [Store("ready", 0, 3)]
+    assert run(protocol.declare(0)) == []
+    assert Store("ready", 0, 3) not in run(protocol.settle(lambda *_: 3))
+    run(protocol.publish())
+    protocol.begin()
+    assert run(protocol.declare(0)) == [Store("ready", 0, 4)]
