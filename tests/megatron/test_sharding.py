@@ -1,11 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
-import traceback
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +17,7 @@ from primus_odc.megatron.model import PackedGPT
 from primus_odc.megatron.sharding import mixed_precision, shard_gpt
 from tests.megatron.gpt_cases import CPU, QWEN2, make_model, make_samples, relative_error
 from tests.reference_gpt import reference_loss_and_gradients
+from tests.workers import run_workers
 
 WORLD = 2
 SAMPLES_OF_RANK = ((0, 2), (1, 3))
@@ -41,7 +36,7 @@ def units(model: PackedGPT) -> int:
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def run_case(rank: int, changed: dict[str, Any], options: dict[str, Any], tolerance: float) -> dict[Any, int]:
+def run_case(rank: int, changed: dict[str, Any], options: dict[str, Any], tolerance: float) -> dict[str, int]:
     """One microbatch a rank, stock communication, against the reference. Returns how often each collective was called."""
     params, samples = {**QWEN2, **changed}, make_samples((23, 1, 40, 7))
     model = make_model(params)
@@ -61,36 +56,18 @@ def run_case(rank: int, changed: dict[str, Any], options: dict[str, Any], tolera
         assert parameter.dtype == parameter.grad.dtype == torch.float32, name
         error = relative_error(parameter.grad.full_tensor(), expected[name] / targets)
         assert error <= tolerance, (name, error)
-    return dict(counted.get_comm_counts())
+    return {str(collective): count for collective, count in counted.get_comm_counts().items()}
 
 
-def worker(rank: int, store: str) -> None:
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=40))
-        calls = {name: run_case(rank, changed, options, tolerance) for name, changed, options, tolerance in CASES}
+def run_cases(rank: int, world_size: int) -> dict[str, dict[str, int]]:
+    return {name: run_case(rank, changed, options, tolerance) for name, changed, options, tolerance in CASES}
+
+
+@pytest.mark.timeout(150)  # each worker imports megatron-core first
+def test_two_ranks_with_stock_communication_equal_the_reference() -> None:
+    for calls in run_workers(run_cases, WORLD, timeout_s=140):
         assert calls["recomputed"] == calls["stock"], calls  # recomputation gathers nothing more
         assert sum(calls["kept parameters"].values()) < sum(calls["stock"].values()), calls
-        dist.barrier()
-        code = 0
-    except BaseException:  # noqa: BLE001 the parent sees the exit code; the reason must be printed before it
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def test_two_ranks_with_stock_communication_equal_the_reference(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=worker, args=(rank, str(tmp_path / "store"))) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(50)
-        process.kill()
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
 
 
 def test_the_precision_follows_megatrons_keys() -> None:
