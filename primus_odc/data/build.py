@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from primus_odc.data.cache import open_or_build
-from primus_odc.data.keys import DataConfig, nearest, parse_data
 from primus_odc.data.dataset import TokenDataset
 from primus_odc.data.huggingface import folder_source, hub_source
+from primus_odc.data.keys import DataConfig, nearest, parse_data
 from primus_odc.data.progress import with_progress
 from primus_odc.data.records import Form
 from primus_odc.data.samples import Sample

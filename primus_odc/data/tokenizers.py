@@ -1,7 +1,7 @@
 """Tokenizers behind one small interface.
 
 * ``byte``: the UTF-8 bytes themselves; needs no package.
-* ``rwkv``: the 65,536-token vocabulary of the ``rwkv`` package, greedy longest match in pure Python (several million characters a second,
+* ``rwkv``: the 65,536-token vocabulary of the ``rwkv`` package, greedy longest match in pure Python (about two million characters a second,
   so nothing is cached here).
 * ``HuggingFaceTokenizer``: a ``tokenizer.json`` or a local model folder that holds one.
 
