@@ -1,0 +1,332 @@
+"""One arm: a model, its optimizer and its communication, trained minibatch by minibatch.
+
+All arms have one objective, the loss summed over the minibatch's targets divided by their number over all ranks, which every rank knows
+from the plan. They differ in two things only: how parameters and gradients travel, and which rank runs which samples.
+
+================  ==========================================  ==========================================================
+arm               communication                               plan
+================  ==========================================  ==========================================================
+nccl_pad          stock FSDP2                                 LB-Micro: equal counts, empty buckets where needed
+nccl_localsort    stock FSDP2                                 one sample a microbatch, sorted within the rank
+nccl_zero2        stock FSDP2, unsharded in the minibatch     LB-Mini; a rank without work runs one padding microbatch
+odc_pad           on demand                                   the plan of nccl_pad
+odc_nopad         on demand                                   LB-Mini, zero counts included
+================  ==========================================  ==========================================================
+
+Stock FSDP2 takes the mean over ranks; the factor that undoes it is part of the loss there. Gradients are thus normalised once, in all arms.
+
+Beside FSDP2's own, the stock arms have two collectives a step: an all-gather of what each rank has to report, and the gradient norm. The
+on-demand arms have the first alone; it comes right after settle, where all ranks have just met anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from primus_odc.config import Arm as ArmName
+from primus_odc.config import ParsedComm
+from primus_odc.errors import ConfigError, OdcError, PlanError
+from primus_odc.megatron.lr import build_scheduler
+from primus_odc.megatron.meter import Meter
+from primus_odc.megatron.microbatch import Microbatch
+from primus_odc.megatron.minibatch import Minibatch, MinibatchFactory, evaluation_minibatches, make_minibatch
+from primus_odc.megatron.model import build_gpt
+from primus_odc.megatron.on_demand import MeteredEngine
+from primus_odc.megatron.sharding import mixed_precision, shard_gpt
+from primus_odc.planning import Policy
+from primus_odc.report.timeline import SpanRecorder
+
+__all__ = ["Arm", "Minibatch", "MinibatchFactory", "StepOutcome", "evaluation_minibatches", "make_minibatch", "policy_of"]
+
+logger = logging.getLogger("primus_odc")
+
+_POLICIES: dict[str, Policy] = {
+    "nccl_pad": "lb_micro",
+    "nccl_localsort": "localsort",
+    "nccl_zero2": "lb_mini",
+    "odc_pad": "lb_micro",
+    "odc_nopad": "lb_mini",
+}
+
+
+def policy_of(arm: ArmName) -> Policy:
+    """How an arm plans its minibatches.
+
+    Raises:
+        ConfigError: ``stock``, that is, no ``comm_backend``.
+    """
+    if arm == "stock":
+        raise ConfigError(["comm_backend is not set: choose nccl_pad (collectives), odc_pad or odc_nopad (on demand)"])
+    return _POLICIES[arm]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepOutcome:
+    """What one :meth:`Arm.train_step` did; what is global is equal on all ranks."""
+
+    step: int
+    skipped: bool
+    """The minibatch had no target: weights, moments, step count and schedule are as before."""
+    loss: float | None
+    """Loss sum over all ranks divided by all targets; None when skipped."""
+    grad_norm: float | None
+    """Global norm before clipping; None when skipped."""
+    learning_rate: float
+    """Of this step, or of the next one when skipped."""
+    seconds: float
+    """Wall time on this rank."""
+    waited_s: tuple[float, ...]
+    """[rank] seconds without computing, waits and exposed transfers together; what came after the previous step's report included."""
+    counts: tuple[int, ...]
+    """[rank] microbatches run."""
+    tokens: int
+    """Over all ranks, padding not counted."""
+    bytes_gathered: int
+    """Parameters this rank received from others."""
+    bytes_reduced: int
+    """Gradients this rank moved: sent in collectives, pulled or pushed on demand."""
+
+
+class Arm:
+    """One model trained in one arm; made on all ranks of ``mesh`` at once.
+
+    Attributes:
+        name: reporting name.
+        policy: how its minibatches are planned.
+        pad_empty_ranks: whether a rank without work has to run a padding microbatch.
+        model, optimizer, scheduler: what a checkpoint keeps; after changing parameters call :meth:`publish`.
+        engine: the on-demand engine, None in the stock arms.
+        trained_steps: optimizer steps taken.
+    """
+
+    def __init__(self, params: Mapping[str, Any], comm: ParsedComm, vocab_size: int, mesh: DeviceMesh, device: torch.device) -> None:
+        """
+        Args:
+            params: keys of the trainer module.
+            comm: ``parse_odc(params)``.
+            vocab_size: rows of embedding and head.
+            mesh: all ranks of the job, 1-D, or 2-D (replicate, shard) for HSDP.
+            device: of this rank.
+
+        Raises:
+            ConfigError: keys that are wrong or ask for something this trainer cannot do.
+        """
+        self.name = comm.arm
+        self.policy = policy_of(comm.arm)
+        self.pad_empty_ranks = comm.arm == "nccl_zero2"
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.trained_steps = 0
+        self._device = device
+        self._clip_grad = float(params.get("clip_grad", 1.0))
+        self._meter = Meter()
+        self._reported_s = 0.0
+        self._warned_masked = False
+        self.model = shard_gpt(build_gpt(params, vocab_size, device=device), mesh, mixed_precision(params))
+        self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        self.optimizer = build_optimizer(self.model, params)
+        self.scheduler = build_scheduler(self.optimizer, params)
+        self.engine = MeteredEngine(self.model, comm.odc, self._meter) if comm.arm.startswith("odc") else None
+        if comm.arm == "nccl_zero2":
+            self._modules[0].set_reshard_after_forward(False)
+            self._modules[0].set_reshard_after_backward(False)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def train_step(self, minibatch: Minibatch, recorder: SpanRecorder | None = None) -> StepOutcome:
+        """Train on one minibatch; all ranks call it with the same one.
+
+        Args:
+            minibatch: planned with this arm's ``policy`` and ``pad_empty_ranks``.
+            recorder: takes this step's spans.
+
+        Raises:
+            PlanError: the ranks hold different minibatches.
+            OdcError: loss or gradient norm are not finite.
+        """
+        start = time.perf_counter()
+        gathered, reduced = self._bytes()
+        learning_rate = self.learning_rate
+        loss = grad_norm = None
+        waited: tuple[float, ...] = (0.0,) * self.world_size
+        if minibatch.target_tokens == 0:
+            if self.rank == 0:
+                logger.warning("step %d skipped: none of its %d samples has a target token", minibatch.step, len(minibatch.sample_ids))
+        else:
+            self._meter.recorder = recorder
+            try:
+                loss, grad_norm, waited = self._train(minibatch)
+            finally:
+                self._meter.recorder = None
+        gathered_now, reduced_now = self._bytes()
+        return StepOutcome(
+            step=minibatch.step,
+            skipped=loss is None,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            seconds=time.perf_counter() - start,
+            waited_s=waited,
+            counts=minibatch.counts,
+            tokens=minibatch.tokens,
+            bytes_gathered=gathered_now - gathered,
+            bytes_reduced=reduced_now - reduced,
+        )
+
+    def evaluate(self, minibatches: Sequence[Minibatch]) -> float:
+        """Loss over all targets of ``minibatches``, which are planned as for training; weights and gradients stay as they are.
+
+        Legal between two training steps. On demand every rank may run any number of microbatches.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self.model.eval()
+        with torch.no_grad():
+            for minibatch in minibatches:
+                for microbatch in minibatch.microbatches:
+                    total += self.model(microbatch)
+        self.model.train()
+        self.reshard()
+        reports = self._exchange([float(total)])
+        return math.fsum(sums[0] for sums in reports) / sum(minibatch.target_tokens for minibatch in minibatches)
+
+    def publish(self) -> None:
+        """Make parameters that were changed outside :meth:`train_step` known to all ranks; every rank calls it."""
+        self.reshard()
+        if self.engine is not None:
+            self.engine.publish()
+
+    def reshard(self) -> None:
+        """Free every unsharded parameter, so that parameters are the shards a checkpoint keeps."""
+        for module in self._modules:
+            module.reshard()
+
+    def close(self) -> None:
+        """End on-demand communication; model and optimizer stay usable with FSDP2's own. Every rank calls it."""
+        if self.engine is not None:
+            self.engine.detach()
+            self.engine = None
+
+    def _train(self, minibatch: Minibatch) -> tuple[float, float, tuple[float, ...]]:
+        """(global loss, gradient norm, [rank] seconds without computing)"""
+        if self.engine is not None:
+            self.engine.begin_minibatch(len(minibatch.microbatches))
+            loss_sum = self._run_microbatches(minibatch, 1.0 / minibatch.target_tokens)
+            self.engine.settle()
+        else:
+            with self._meter.collectives():
+                loss_sum = self._run_microbatches(minibatch, self.world_size / minibatch.target_tokens)
+            if self.pad_empty_ranks:
+                self.reshard()
+        loss, waited = self._report(minibatch, loss_sum)
+        with self._meter.span("optimizer"):
+            grad_norm = self._clip()
+            if not math.isfinite(grad_norm):
+                raise OdcError(f"step {minibatch.step}: the gradient norm is {grad_norm} at a loss of {loss}; nothing was updated")
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step(1)
+        self.trained_steps += 1
+        if self.engine is not None:
+            self.engine.publish()
+        return loss, grad_norm, waited
+
+    def _run_microbatches(self, minibatch: Minibatch, scale: float) -> float:
+        """Forward and backward of this rank's microbatches; returns its loss sum."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        last = len(minibatch.microbatches) - 1
+        for number, microbatch in enumerate(minibatch.microbatches):
+            self._warn_masked(minibatch, number, microbatch)
+            if self.pad_empty_ranks:
+                self._modules[0].set_requires_gradient_sync(number == last)
+            with self._meter.span("forward", number):
+                loss = self.model(microbatch)
+            with self._meter.span("backward", number):
+                (loss * scale).backward()
+            total += loss.detach()
+        return float(total)
+
+    def _warn_masked(self, minibatch: Minibatch, number: int, microbatch: Microbatch) -> None:
+        bucket = minibatch.plan.microbatches[self.rank][number : number + 1]
+        if microbatch.num_targets == 0 and bucket and bucket[0] and not self._warned_masked:
+            self._warned_masked = True
+            logger.warning(
+                "step %d: no sample of microbatch %d of rank %d has a target token (%s); such microbatches add nothing to loss and "
+                "gradient and are not mentioned again",
+                minibatch.step,
+                number,
+                self.rank,
+                ", ".join(minibatch.sample_ids[i] for i in bucket[0][:4]),
+            )
+
+    def _report(self, minibatch: Minibatch, loss_sum: float) -> tuple[float, tuple[float, ...]]:
+        """(global loss, [rank] seconds without computing), from one exchange that also compares the minibatches of the ranks."""
+        exposed = self._meter.exposed_s
+        with self._meter.span("communication", label="report"):
+            # 48 bits of the digest: a float64 holds them exactly.
+            reports = self._exchange([loss_sum, exposed - self._reported_s, float(int(minibatch.digest[:12], 16))])
+        self._reported_s = exposed
+        if different := [rank for rank, report in enumerate(reports) if report[2] != reports[0][2]]:
+            raise PlanError(
+                f"step {minibatch.step}: ranks {different} hold another minibatch than rank 0; every rank needs the same data, "
+                "configuration and version of primus_odc and numpy"
+            )
+        loss = math.fsum(report[0] for report in reports) / minibatch.target_tokens
+        if not math.isfinite(loss):
+            guilty = [rank for rank, report in enumerate(reports) if not math.isfinite(report[0])]
+            raise OdcError(f"step {minibatch.step}: the loss is {loss}, from ranks {guilty}; nothing was updated")
+        return loss, tuple(report[1] for report in reports)
+
+    def _exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """``values`` of every rank, in rank order; a collective."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine)
+        return [part.tolist() for part in parts]
+
+    def _clip(self) -> float:
+        """Clip to ``clip_grad`` (0: only measure) and return the norm before."""
+        limit = self._clip_grad or math.inf
+        if self.engine is not None:
+            return float(self.engine.clip_grad_norm_(limit))
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _bytes(self) -> tuple[int, int]:
+        if self.engine is None:
+            return self._meter.bytes_gathered, self._meter.bytes_reduced
+        return self.engine.bytes_moved()
+
+
+def build_optimizer(model: nn.Module, params: Mapping[str, Any]) -> torch.optim.AdamW:
+    """AdamW with Megatron's keys and grouping: biases and norms, being one-dimensional, do not decay.
+
+    Learning rate and weight decay are set by the scheduler.
+
+    Raises:
+        ConfigError: another ``optimizer`` than adam.
+    """
+    if params.get("optimizer", "adam") != "adam":
+        raise ConfigError([f"optimizer: {params['optimizer']!r} is not supported here; supported: adam (that is AdamW)"])
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    plain = [p for name, p in named if p.ndim == 1 or name.endswith(".bias")]
+    decaying = [p for name, p in named if not (p.ndim == 1 or name.endswith(".bias"))]
+    return torch.optim.AdamW(
+        [{"params": decaying, "wd_mult": 1.0}, {"params": plain, "wd_mult": 0.0}],
+        betas=(float(params.get("adam_beta1", 0.9)), float(params.get("adam_beta2", 0.999))),
+        eps=float(params.get("adam_eps", 1e-8)),
+        fused=True,
+    )

@@ -1,0 +1,85 @@
+"""Where the time of a rank's step goes: seconds without computing always, every span where a recorder is given.
+
+An arm on collectives is stock FSDP2 and has no hook of ours in it. What it calls are two public functions of ``torch.distributed``, looked
+up anew at each call: :meth:`Meter.collectives` replaces them by timed ones as long as a step runs. On a CPU they return when the data is
+there, so the time inside them is waiting and transfer; on a GPU it is only the launch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from primus_odc.report.timeline import SpanKind, SpanRecorder
+
+_EXPOSED: tuple[SpanKind, ...] = ("wait", "communication", "settle", "publish")
+# torch 2.13 renamed them; FSDP2 calls the names of its own version.
+_GATHERS = ("all_gather_single", "all_gather_into_tensor")
+_REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+class Meter:
+    """The clock of one rank.
+
+    Attributes:
+        recorder: gets every span while it is set.
+        exposed_s: seconds in which this rank waited or moved data and computed nothing; only grows.
+        bytes_gathered: bytes of parameters received in collectives; only grows.
+        bytes_reduced: bytes of gradients sent in collectives; only grows.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: SpanRecorder | None = None
+        self.exposed_s = 0.0
+        self.bytes_gathered = 0
+        self.bytes_reduced = 0
+        self._inside = False
+
+    @contextmanager
+    def span(self, kind: SpanKind, microbatch: int | None = None, label: str = "") -> Iterator[None]:
+        """Times the ``with`` block, also when it raises. Of nested exposed spans the outermost counts."""
+        counts = kind in _EXPOSED and not self._inside
+        self._inside |= counts
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            if counts:
+                self._inside = False
+                self.exposed_s += end - start
+            if self.recorder is not None:
+                self.recorder.add(kind, start, end, microbatch, label)
+
+    @contextmanager
+    def collectives(self) -> Iterator[None]:
+        """Times FSDP2's collectives as long as the ``with`` block runs."""
+        replaced = {name: self._gather(getattr(dist, name)) for name in _GATHERS if hasattr(dist, name)}
+        replaced |= {name: self._reduction(getattr(dist, name)) for name in _REDUCTIONS if hasattr(dist, name)}
+        native = {name: getattr(dist, name) for name in replaced}
+        vars(dist).update(replaced)
+        try:
+            yield
+        finally:
+            vars(dist).update(native)
+
+    def _gather(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.bytes_gathered += output_tensor.nbytes - input_tensor.nbytes
+            with self.span("communication", label="all-gather"):
+                return function(output_tensor, input_tensor, *args, **kwargs)
+
+        return timed
+
+    def _reduction(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.bytes_reduced += input.nbytes - output.nbytes
+            with self.span("communication", label="reduce-scatter"):
+                return function(output, input, *args, **kwargs)
+
+        return timed
