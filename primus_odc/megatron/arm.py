@@ -108,6 +108,7 @@ class Arm:
         pad_empty_ranks: whether a rank without work has to run a padding microbatch.
         model, optimizer, scheduler: what a checkpoint keeps; after changing parameters call :meth:`publish`.
         engine: the on-demand engine, None in the stock arms.
+        meter: this rank's clock.
         trained_steps: optimizer steps taken.
     """
 
@@ -130,14 +131,14 @@ class Arm:
         self.trained_steps = 0
         self._device = device
         self._clip_grad = float(params.get("clip_grad", 1.0))
-        self._meter = Meter()
+        self.meter = Meter()
         self._reported_s = 0.0
         self._warned_masked = False
         self.model = shard_gpt(build_gpt(params, vocab_size, device=device), mesh, mixed_precision(params))
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.optimizer = build_optimizer(self.model, params)
         self.scheduler = build_scheduler(self.optimizer, params)
-        self.engine = MeteredEngine(self.model, comm.odc, self._meter) if comm.arm.startswith("odc") else None
+        self.engine = MeteredEngine(self.model, comm.odc, self.meter) if comm.arm.startswith("odc") else None
         if comm.arm == "nccl_zero2":
             self._modules[0].set_reshard_after_forward(False)
             self._modules[0].set_reshard_after_backward(False)
@@ -167,11 +168,11 @@ class Arm:
             if self.rank == 0:
                 logger.warning("step %d skipped: none of its %d samples has a target token", minibatch.step, len(minibatch.sample_ids))
         else:
-            self._meter.recorder = recorder
+            self.meter.recorder = recorder
             try:
                 loss, grad_norm, waited = self._train(minibatch)
             finally:
-                self._meter.recorder = None
+                self.meter.recorder = None
         gathered_now, reduced_now = self._bytes()
         return StepOutcome(
             step=minibatch.step,
@@ -227,12 +228,12 @@ class Arm:
             loss_sum = self._run_microbatches(minibatch, 1.0 / minibatch.target_tokens)
             self.engine.settle()
         else:
-            with self._meter.collectives():
+            with self.meter.collectives():
                 loss_sum = self._run_microbatches(minibatch, self.world_size / minibatch.target_tokens)
             if self.pad_empty_ranks:
                 self.reshard()
         loss, waited = self._report(minibatch, loss_sum)
-        with self._meter.span("optimizer"):
+        with self.meter.span("optimizer"):
             grad_norm = self._clip()
             if not math.isfinite(grad_norm):
                 raise OdcError(f"step {minibatch.step}: the gradient norm is {grad_norm} at a loss of {loss}; nothing was updated")
@@ -252,9 +253,9 @@ class Arm:
             self._warn_masked(minibatch, number, microbatch)
             if self.pad_empty_ranks:
                 self._modules[0].set_requires_gradient_sync(number == last)
-            with self._meter.span("forward", number):
+            with self.meter.span("forward", number):
                 loss = self.model(microbatch)
-            with self._meter.span("backward", number):
+            with self.meter.span("backward", number):
                 (loss * scale).backward()
             total += loss.detach()
         return float(total)
@@ -274,8 +275,8 @@ class Arm:
 
     def _report(self, minibatch: Minibatch, loss_sum: float) -> tuple[float, tuple[float, ...]]:
         """(global loss, [rank] seconds without computing), from one exchange that also compares the minibatches of the ranks."""
-        exposed = self._meter.exposed_s
-        with self._meter.span("communication", label="report"):
+        exposed = self.meter.exposed_s
+        with self.meter.span("communication", label="report"):
             # 48 bits of the digest: a float64 holds them exactly.
             reports = self._exchange([loss_sum, exposed - self._reported_s, float(int(minibatch.digest[:12], 16))])
         self._reported_s = exposed
@@ -307,7 +308,7 @@ class Arm:
 
     def _bytes(self) -> tuple[int, int]:
         if self.engine is None:
-            return self._meter.bytes_gathered, self._meter.bytes_reduced
+            return self.meter.bytes_gathered, self.meter.bytes_reduced
         return self.engine.bytes_moved()
 
 

@@ -28,14 +28,19 @@ class Meter:
 
     Attributes:
         recorder: gets every span while it is set.
+        time_collectives: whether FSDP2's collectives are timed; if not, stock arms run without anything of ours inside FSDP2, and their
+            collectives count as computing.
         exposed_s: seconds in which this rank waited or moved data and computed nothing; only grows.
+        exposed_cpu_s: what of the processor this thread used meanwhile; only grows.
         bytes_gathered: bytes of parameters received in collectives; only grows.
         bytes_reduced: bytes of gradients sent in collectives; only grows.
     """
 
     def __init__(self) -> None:
         self.recorder: SpanRecorder | None = None
+        self.time_collectives = True
         self.exposed_s = 0.0
+        self.exposed_cpu_s = 0.0
         self.bytes_gathered = 0
         self.bytes_reduced = 0
         self._inside = False
@@ -45,7 +50,7 @@ class Meter:
         """Times the ``with`` block, also when it raises. Of nested exposed spans the outermost counts."""
         counts = kind in _EXPOSED and not self._inside
         self._inside |= counts
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
@@ -53,12 +58,16 @@ class Meter:
             if counts:
                 self._inside = False
                 self.exposed_s += end - start
+                self.exposed_cpu_s += time.thread_time() - used
             if self.recorder is not None:
                 self.recorder.add(kind, start, end, microbatch, label)
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
-        """Times FSDP2's collectives as long as the ``with`` block runs."""
+        """Times FSDP2's collectives as long as the ``with`` block runs, if ``time_collectives``."""
+        if not self.time_collectives:
+            yield
+            return
         replaced = {name: self._gather(getattr(dist, name)) for name in _GATHERS if hasattr(dist, name)}
         replaced |= {name: self._reduction(getattr(dist, name)) for name in _REDUCTIONS if hasattr(dist, name)}
         native = {name: getattr(dist, name) for name in replaced}
