@@ -136,9 +136,9 @@ class SymmetricHeap:
         if text := self._abort_message(self.rank):
             raise PeerError(f"{me}: {operation}: this rank failed before: {text}")
         if dead := self._watcher.dead:
-            who = ", ".join(self.names[r] for r in sorted(dead))
+            who = ", ".join(self.names[r] for r in dead)
             # A rank that failed with a message wrote it before it ended: its own words are worth more than "it died".
-            said = "; ".join(t for t in (self._abort_message(r) for r in sorted(dead)) if t)
+            said = "; ".join(t for t in (self._abort_message(r) for r in dead) if t)
             raise PeerError(f"{me}: {operation}: {who} died" + (f" after: {said}" if said else " (its process ended without a goodbye)"))
         for r in range(self.world_size):
             if r != self.rank and (text := self._abort_message(r)):
@@ -186,3 +186,7 @@ class SymmetricHeap:
                     f"{self.names[self.rank]}: start-up pattern test with {self.names[peer]} failed: pulled {pulled:#x}, pushed "
                     f"{pushed:#x}, expected {expected(peer, self.rank):#x}: its memory is mapped wrongly"
                 )
+        # A rank that sees nothing wrong itself may be the one whose writes go astray: nobody starts before all are content.
+        self.words.write("mapped", 2)
+        for peer in range(self.world_size):
+            self.wait(peer, "mapped", 0, 2, "start-up pattern test")

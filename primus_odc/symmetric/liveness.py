@@ -31,7 +31,7 @@ class PeerWatcher:
     def __init__(self, sockets: dict[int, socket.socket], beat: Callable[[], None]) -> None:
         self._sockets = sockets
         self._beat = beat
-        self._dead: set[int] = set()
+        self._dead: dict[int, None] = {}  # a set that keeps its order
         self._left: set[int] = set()
         self._wake_r, self._wake_w = os.pipe()
         self._stopping = threading.Event()
@@ -47,9 +47,9 @@ class PeerWatcher:
         os.register_at_fork(after_in_child=lambda: _close_in_child(reference))
 
     @property
-    def dead(self) -> frozenset[int]:
-        """Peers whose process ended without a goodbye."""
-        return frozenset(self._dead)
+    def dead(self) -> tuple[int, ...]:
+        """Peers whose process ended without a goodbye, in the order in which that was noticed: the first is the likeliest cause."""
+        return tuple(self._dead)
 
     @property
     def left(self) -> frozenset[int]:
@@ -74,7 +74,7 @@ class PeerWatcher:
         if GOODBYE in data:
             self._left.add(rank)
         elif data == b"" and rank not in self._left:
-            self._dead.add(rank)
+            self._dead[rank] = None
         if data == b"" or rank in self._left:
             self._selector.unregister(sock)
 
