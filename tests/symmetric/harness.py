@@ -174,3 +174,5 @@ def _entry(rank: int, world_size: int, directory: Path, pipe: Connection, main: 
         pipe.send(main(rank, FileExchange(directory, rank, world_size), pipe, *args))
     except Exception as error:  # noqa: BLE001  # told to the test
         pipe.send((type(error).__name__, str(error)))
+    # The end of this process would be one more death for the others to report: it lives until the test has heard all of them.
+    pipe.poll(JOIN_S)

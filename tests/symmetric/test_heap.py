@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from primus_odc.errors import OdcError, PeerError, PeerTimeoutError
-from primus_odc.symmetric import heap as heap_module
 from primus_odc.symmetric.heap import ABORT_TEXT_BYTES, SymmetricHeap
 from tests.symmetric.harness import all_good, in_threads, make_heap
 
@@ -139,24 +138,6 @@ def test_the_hard_cap_ends_a_wait_for_a_rank_that_beats() -> None:
     close(*ranks)
 
 
-def test_start_up_pattern_test_finds_two_swapped_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = heap_module.connect_host_mesh
-
-    def swapped(rank: int, *args: Any) -> Any:
-        mesh = connect(rank, *args)
-        if rank == 0:
-            mesh.segments[1], mesh.segments[2] = mesh.segments[2], mesh.segments[1]
-        return mesh
-
-    monkeypatch.setattr(heap_module, "connect_host_mesh", swapped)
-    results = in_threads(3, lambda rank, exchange: make_heap(rank, 3, exchange))
-    assert [type(r) for r in results if isinstance(r, OdcError)], results
-    assert isinstance(results[0], OdcError)
-    assert re.search("rank 0: start-up pattern test with rank [12] failed.*mapped wrongly", str(results[0]))
-    for rank in (1, 2):
-        assert isinstance(results[rank], OdcError), results[rank]
-
-
 def test_start_up_pattern_test_finds_a_private_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = mmap.mmap
 
@@ -172,9 +153,9 @@ def test_start_up_pattern_test_finds_a_private_copy(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(mmap, "mmap", private_in_rank_1)
     results = in_threads(2, main)
-    assert isinstance(results[0], OdcError)
-    assert "rank 0: start-up pattern test with rank 1 failed" in str(results[0])
-    assert "pushed 0x0, expected 0x5d0c00010000" in str(results[0])
+    assert [isinstance(r, OdcError) for r in results] == [True, True], results
+    # Whoever looks first tells the other: rank 1 reads its stale copy, rank 0 misses what rank 1 wrote into a copy.
+    assert re.search("rank 0: start-up pattern test with rank 1 failed: .* pushed 0x0|rank 1: start-up .* failed: pulled 0x0", str(results))
 
 
 def _descriptors() -> int:

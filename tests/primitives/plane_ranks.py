@@ -1,0 +1,148 @@
+"""Ranks with the real data plane over real shared memory, as threads of one process, driven by the real driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from primus_odc.primitives.contribution import Contribution, split_pieces
+from primus_odc.primitives.driver import ProgressThread, run
+from primus_odc.primitives.host_plane import HostPlane
+from primus_odc.primitives.protocol import RankProtocol, Topology
+from primus_odc.primitives.spec import GroupSpec, plan_arena, word_counts
+from primus_odc.symmetric.heap import SymmetricHeap
+from tests.primitives.groups import Shape, local_part, make_group
+from tests.symmetric.harness import all_good, in_threads
+
+Exchange = Callable[[Any], list[Any]]
+
+
+class PlaneRank:
+    """One rank: ``parameters[group][param]`` are its local shards, ``grads[group]`` what the last settle delivered."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        exchange: Exchange,
+        layout: Sequence[Sequence[Shape]],
+        *,
+        mode: str,
+        replicas: int = 1,
+        slots: int = 2,
+        verify: bool = False,
+        timeout_s: float = 10.0,
+        gather_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.rank, self.mode, self.replicas, self.shards = rank, mode, replicas, world_size // replicas
+        self.shard = rank % self.shards
+        start = rank - self.shard
+        self.peers = list(range(start, start + self.shards))
+        self.groups = [make_group(f"g{i}", shapes, self.shards, self.shard, gather_dtype=gather_dtype) for i, shapes in enumerate(layout)]
+        self.parameters: list[list[torch.Tensor]] = []
+        self.grads: dict[int, torch.Tensor] = {}
+        names = [f"rank {r}" for r in range(world_size)]
+        plan = plan_arena(self.groups, mode, world_size, slots)
+        words = word_counts(len(self.groups), mode, world_size, self.shards)
+        self.heap = SymmetricHeap(rank, names, plan, words, exchange, timeout_s)
+        self.topology = Topology(rank, world_size, self.peers, [g.name for g in self.groups], names)
+        self.plane = HostPlane(
+            self.heap,
+            self.topology,
+            self.groups,
+            read_shard_of=lambda group, param: self.parameters[group][param],
+            reshard=lambda: None,
+            deliver=lambda group, total: self.grads.__setitem__(group, total.clone()),
+            mode=mode,
+            slots=slots,
+            verify=verify,
+        )
+        self.protocol = RankProtocol(self.topology, self.plane, mode, slots)
+        self.progress: ProgressThread | None = None
+
+    def set_parameters(self, full: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Take this rank's shards of whole parameters ``full[group][param]``."""
+        self.parameters = [[local_part(p, self.shards, self.shard) for p in group] for group in full]
+
+    def publish(self) -> None:
+        run(self.heap, self.protocol.publish())
+
+    def gather(self, group: int) -> torch.Tensor:
+        """All shards of a group: bytes, ``[shards, shard_nbytes]``."""
+        rows = torch.zeros(self.shards, self.groups[group].shard_nbytes, dtype=torch.uint8)
+        row = dict(zip(self.peers, rows, strict=True))
+        nbytes = self.groups[group].shard_nbytes
+        run(self.heap, self.protocol.gather(group, lambda owner: [(0, nbytes, row[owner])], own=True))
+        return rows
+
+    def reduce(self, group: int, contribution: Contribution) -> None:
+        if self.mode == "local":
+            run(self.heap, self.protocol.reduce_local(group, contribution))
+            return
+        numel = self.plane.max_piece_numel(group)
+        pieces = [
+            (shard + replica * self.shards, piece)
+            for shard in range(self.shards)
+            for piece in split_pieces(self.groups[group], contribution, shard, numel)
+            for replica in range(self.replicas)
+        ]
+        run(self.heap, self.protocol.reduce_owner(group, pieces))
+
+    def settle(self) -> None:
+        run(self.heap, self.protocol.settle(self.heap.words.read))
+
+    def start_progress(self) -> None:
+        if self.mode == "owner":
+            self.progress = ProgressThread(self.heap, self.protocol)
+
+    def close(self) -> None:
+        run(self.heap, self.protocol.close())
+        self.leave()
+
+    def leave(self) -> None:
+        """End threads and sockets without waiting for anybody."""
+        if self.progress is not None:
+            self.progress.stop()
+        self.heap.close()
+
+
+def make_ranks(world_size: int, layout: Sequence[Sequence[Shape]], **options: Any) -> list[PlaneRank]:
+    return all_good(in_threads(world_size, lambda rank, exchange: PlaneRank(rank, world_size, exchange, layout, **options)))
+
+
+@contextmanager
+def open_ranks(world_size: int, layout: Sequence[Sequence[Shape]], **options: Any) -> Iterator[list[PlaneRank]]:
+    ranks = make_ranks(world_size, layout, **options)
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.leave()
+
+
+def together(ranks: Sequence[PlaneRank], call: Callable[[PlaneRank], Any]) -> list[Any]:
+    """``call(rank)`` in one thread per rank; results, exceptions as values."""
+    return in_threads(len(ranks), lambda rank, _: call(ranks[rank]))
+
+
+def settle_and_publish(rank: PlaneRank) -> None:
+    """A rank that needs nothing from the one that fails may still get through its settle, never through the next publish."""
+    rank.settle()
+    rank.publish()
+
+
+def random_parameters(layout: Sequence[Sequence[Shape]], generator: torch.Generator) -> list[list[torch.Tensor]]:
+    return [[torch.randn(rows, columns, generator=generator) for rows, columns, _ in shapes] for shapes in layout]
+
+
+def padded_rows(full: Sequence[torch.Tensor], group: GroupSpec, before: torch.Tensor) -> torch.Tensor:
+    """The published bytes of every shard, ``[shards, shard_nbytes]``; padding as it is in ``before`` (nobody writes it)."""
+    rows = before.clone()
+    for shard in range(group.shards):
+        for p, whole in zip(group.params, full, strict=True):
+            part = local_part(whole, group.shards, shard).to(p.gather_dtype).reshape(-1).view(torch.uint8)
+            rows[shard, p.shard_offset : p.shard_offset + part.numel()] = part
+    return rows

@@ -1,0 +1,216 @@
+"""The data plane over shared memory, both modes, against the plain-torch reference."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from primus_odc.errors import PeerError, ProtocolError
+from primus_odc.primitives import reference, spec
+from primus_odc.primitives.contribution import Contribution
+from primus_odc.primitives.driver import run
+from tests.primitives.groups import SHAPES, make_contribution, make_group
+from tests.primitives.plane_ranks import PlaneRank, open_ranks, padded_rows, random_parameters, settle_and_publish, together
+
+LAYOUT = (SHAPES, ((5, 2, False),), ((6, 6, True), (2, 1, True)))
+"""A group with a frozen parameter, one that is frozen as a whole, and a plain one."""
+
+CASES = {
+    "local-1": {"world_size": 1, "mode": "local"},
+    "local-2-checksum": {"world_size": 2, "mode": "local", "verify": True},
+    "local-3": {"world_size": 3, "mode": "local"},
+    "local-hsdp": {"world_size": 4, "mode": "local", "replicas": 2},
+    "owner-1": {"world_size": 1, "mode": "owner"},
+    "owner-2-checksum": {"world_size": 2, "mode": "owner", "verify": True, "slots": 1},
+    "owner-3": {"world_size": 3, "mode": "owner", "slots": 3},
+    "owner-hsdp": {"world_size": 4, "mode": "owner", "replicas": 2, "slots": 2},
+}
+EPOCHS = 3
+
+
+def make_plan(world_size: int, shards: int, seed: int, *, whole: bool) -> list[list[list[list[Contribution]]]]:
+    """``[epoch][rank][group] -> contributions``: 0 to 3 microbatches a rank, each with some of the parameters of some of the groups."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    groups = [make_group(f"g{i}", shapes, shards, 0) for i, shapes in enumerate(LAYOUT)]
+    plan: list[list[list[list[Contribution]]]] = []
+    for _ in range(EPOCHS):
+        plan.append([])
+        for _ in range(world_size):
+            mine: list[list[Contribution]] = [[] for _ in groups]
+            for _ in range(rng.randint(0, 3)):
+                for g, group in enumerate(groups):
+                    params = [i for i, _ in group.trainable() if rng.random() < 0.7]
+                    if params and rng.random() < 0.8:
+                        dtype = rng.choice((torch.float32, torch.bfloat16))
+                        mine[g].append(make_contribution(group, params, generator, dtype, whole=whole))
+            plan[-1].append(mine)
+    return plan
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole-numbers", "fractions"])
+@pytest.mark.parametrize("name", CASES)
+def test_epochs_against_the_reference(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "MAX_PIECE_BYTES", 256)  # most shards need more than one piece
+    options: dict[str, Any] = dict(CASES[name])
+    world_size = options.pop("world_size")
+    shards = world_size // options.get("replicas", 1)
+    generator = torch.Generator().manual_seed(7)
+    parameters = [random_parameters(LAYOUT, generator) for _ in range(EPOCHS)]
+    plan = make_plan(world_size, shards, seed=11, whole=whole)
+
+    def main(rank: PlaneRank) -> None:
+        rank.start_progress()
+        for epoch in range(EPOCHS):
+            rank.set_parameters(parameters[epoch])
+            rank.publish()
+            rank.protocol.begin()
+            for g in [0, *range(len(LAYOUT))] if shards > 1 else []:
+                rows = rank.gather(g)
+                assert torch.equal(rows, padded_rows(parameters[epoch][g], rank.groups[g], rows)), (epoch, g)
+            for g, contributions in enumerate(plan[epoch][rank.rank]):
+                for contribution in contributions:
+                    rank.reduce(g, contribution)
+            rank.settle()
+            for g, group in enumerate(rank.groups):
+                expected = reference.settle(group, [source[g] for source in plan[epoch]], torch.float32)[rank.shard]
+                if options["mode"] == "local" or whole:
+                    assert torch.equal(rank.grads[g], expected), (epoch, g)
+                else:
+                    torch.testing.assert_close(rank.grads[g], expected, rtol=1e-5, atol=1e-5)
+        rank.close()
+
+    with open_ranks(world_size, LAYOUT, **options) as ranks:
+        assert together(ranks, main) == [None] * world_size
+
+
+def test_published_shards_have_the_compute_dtype_and_do_not_follow_the_parameters() -> None:
+    generator = torch.Generator().manual_seed(0)
+    with open_ranks(2, LAYOUT, mode="local", gather_dtype=torch.bfloat16) as ranks:
+        parameters = random_parameters(LAYOUT, generator)
+        for rank in ranks:
+            rank.set_parameters([[p.clone().requires_grad_() for p in group] for group in parameters])
+        assert together(ranks, PlaneRank.publish) == [None, None]
+        with torch.no_grad():
+            for rank in ranks:
+                for group in rank.parameters:
+                    for p in group:
+                        p.add_(1.0)
+        for rank in ranks:
+            rows = rank.gather(0)
+            assert torch.equal(rows, padded_rows(parameters[0], rank.groups[0], rows))
+        assert not ranks[0].plane.own_shard(0).requires_grad
+
+
+def test_bytes_are_counted() -> None:
+    with open_ranks(2, LAYOUT, mode="local") as ranks:
+        for rank in ranks:
+            rank.set_parameters(random_parameters(LAYOUT, torch.Generator().manual_seed(0)))
+        together(ranks, PlaneRank.publish)
+        ranks[0].gather(0)
+        assert ranks[0].plane.bytes_gathered == 2 * ranks[0].groups[0].shard_nbytes
+        for rank in ranks:
+            rank.protocol.begin()
+        ranks[1].reduce(2, make_contribution(ranks[1].groups[2], (0, 1), torch.Generator(), torch.float32, whole=True))
+        assert together(ranks, PlaneRank.settle) == [None, None]
+        assert [r.plane.bytes_reduced for r in ranks] == [ranks[0].groups[2].grad_nbytes, 0]
+
+
+def test_a_source_without_credit_waits_until_the_owners_progress_thread_runs() -> None:
+    """The owner itself is busy and makes no call at all: its progress thread alone gives the slots back."""
+    with open_ranks(2, (((64, 4, True),),), mode="owner", slots=1) as ranks:
+        for rank in ranks:
+            rank.set_parameters([[torch.zeros(64, 4)]])
+        together(ranks, PlaneRank.publish)
+        for rank in ranks:
+            rank.protocol.begin()
+        contribution = make_contribution(ranks[0].groups[0], (0,), torch.Generator(), torch.float32, whole=True)
+
+        pushed = []
+
+        def push() -> None:
+            for n in range(5):
+                ranks[0].reduce(0, contribution)
+                pushed.append(n)
+
+        thread = threading.Thread(target=push, daemon=True)
+        thread.start()
+        time.sleep(0.1)
+        assert len(pushed) <= 1
+        ranks[1].start_progress()
+        thread.join(10)
+        assert len(pushed) == 5
+        ranks[0].start_progress()
+        assert together(ranks, PlaneRank.settle) == [None, None]
+        assert torch.equal(ranks[1].grads[0], 5 * contribution.rows[1])
+
+
+def test_a_piece_of_another_epoch_is_refused() -> None:
+    with open_ranks(2, (((4, 1, True),),), mode="owner", slots=1) as ranks:
+        gradients = torch.ones(2)
+        ranks[0].plane.push(1, 0, 0, 5, (0, gradients))
+        with pytest.raises(ProtocolError, match="rank 1: rank 0 pushed gradients of epoch 5 while epoch 4 is summed"):
+            ranks[1].plane.add_arrival(0, 0, 4)
+
+
+def test_an_error_in_the_progress_thread_ends_every_rank() -> None:
+    with open_ranks(3, (((4, 1, True),),), mode="owner", slots=1) as ranks:
+        for rank in ranks:
+            rank.start_progress()
+            rank.set_parameters([[torch.zeros(4, 1)]])
+        together(ranks, PlaneRank.publish)
+        ranks[0].plane.push(1, 0, 0, 9, (0, torch.ones(2)))
+        ranks[0].heap.words.write("head", 1, 1)
+        for rank in ranks:
+            rank.protocol.begin()
+        results = together(ranks, settle_and_publish)
+        for result in results:
+            assert isinstance(result, PeerError), results
+            assert "rank 1: rank 0 pushed gradients of epoch 9 while epoch 1 is summed" in str(result)
+        assert ranks[1].progress is not None
+        with pytest.raises(ProtocolError, match="epoch 9"):
+            ranks[1].progress.check()
+        ranks[0].progress.check()  # type: ignore[union-attr]
+
+
+def test_a_rank_that_fails_ends_the_waits_of_the_others() -> None:
+    with open_ranks(3, LAYOUT, mode="local") as ranks:
+        for rank in ranks:
+            rank.set_parameters(random_parameters(LAYOUT, torch.Generator().manual_seed(0)))
+        together(ranks, PlaneRank.publish)
+
+        def main(rank: PlaneRank) -> None:
+            rank.protocol.begin()
+            if rank.rank == 2:
+                rank.heap.abort("the loss is not finite")
+            else:
+                rank.settle()
+
+        first, second, third = together(ranks, main)
+        assert third is None
+        for result in (first, second):
+            assert isinstance(result, PeerError)
+            assert "settle of group g2 (epoch 1)" in str(result)
+            assert "rank 2 aborted: the loss is not finite" in str(result)
+
+
+def test_evaluation_and_extra_publishes_with_any_counts() -> None:
+    generator = torch.Generator().manual_seed(3)
+    states = [random_parameters(LAYOUT, generator) for _ in range(4)]
+
+    def main(rank: PlaneRank) -> None:
+        for epoch, state in enumerate(states):
+            rank.set_parameters(state)
+            rank.publish()
+            for _ in range((epoch + 2 * rank.rank) % 4):
+                rows = rank.gather(2)
+                assert torch.equal(rows, padded_rows(state[2], rank.groups[2], rows))
+                time.sleep(0.002)
+        run(rank.heap, rank.protocol.close())
+
+    with open_ranks(3, LAYOUT, mode="local") as ranks:
+        assert together(ranks, main) == [None] * 3

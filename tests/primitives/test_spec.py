@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primus_odc.primitives import spec
+from primus_odc.primitives.spec import PIECE_HEADER_BYTES, layout_digest, memory_bytes, piece_bytes, plan_arena, word_counts
+from tests.primitives.groups import SHAPES, groups, make_group
+
+
+@given(st.lists(groups(shards=3), max_size=4), st.sampled_from(["local", "owner"]), st.integers(1, 3))
+@settings(deadline=None, max_examples=50)
+def test_the_arena_is_what_memory_bytes_announces(parts: list[spec.GroupSpec], mode: str, slots: int) -> None:
+    plan = plan_arena(parts, mode, 6, slots)
+    memory = memory_bytes(parts, mode, 6, slots)
+    # In owner mode the accumulator is this rank's own memory; each ring may be padded to the arena's alignment.
+    shared = memory["shards"] + (memory["gradients"] if mode == "local" else memory["ring"])
+    assert shared <= plan.nbytes <= shared + 6 * 256
+    for i, g in enumerate(parts):
+        assert plan.regions[f"shard.{i}"].nbytes == g.shard_nbytes
+        if mode == "local":
+            assert plan.regions[f"grads.{i}"].nbytes == 3 * g.grad_numel * 4
+    if mode == "owner":
+        assert {plan.regions[f"ring.{s}"].nbytes for s in range(6)} == {slots * (PIECE_HEADER_BYTES + piece_bytes(parts))}
+
+
+def test_a_slot_holds_the_largest_gradient_shard_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [make_group("a", SHAPES, 2, 0), make_group("b", ((100, 30, True),), 2, 0)]
+    assert piece_bytes(parts) >= 50 * 30 * 4
+    monkeypatch.setattr(spec, "MAX_PIECE_BYTES", 512)
+    assert piece_bytes(parts) == 512
+    assert piece_bytes([]) == 0
+
+
+def test_the_digest_covers_what_must_be_equal_and_nothing_else() -> None:
+    group = make_group("a", SHAPES, 3, 0)
+    same_elsewhere = make_group("a", SHAPES, 3, 2)
+    assert group != same_elsewhere, "the last rank has shorter shards"
+    digest = layout_digest([group], ["local", 4])
+    assert layout_digest([same_elsewhere], ["local", 4]) == digest
+    others = [
+        make_group("b", SHAPES, 3, 0),
+        make_group("a", SHAPES[:-1], 3, 0),
+        make_group("a", SHAPES, 2, 0),
+        make_group("a", SHAPES, 3, 0, gather_dtype=torch.bfloat16),
+        dataclasses.replace(group, params=tuple(dataclasses.replace(p, trainable=True) for p in group.params)),
+    ]
+    digests = [layout_digest([other], ["local", 4]) for other in others]
+    digests += [layout_digest([group, group], ["local", 4]), layout_digest([group], ["owner", 4]), digest]
+    assert len(set(digests)) == len(digests)
+
+
+def test_words_of_both_modes() -> None:
+    local, owner = word_counts(3, "local", 4, 2), word_counts(3, "owner", 4, 2)
+    assert local["ready"] == 3
+    assert local["grad_sum"] == 6
+    assert "head" not in local
+    assert (owner["head"], owner["tail"], owner["final"]) == (4, 4, 1)
