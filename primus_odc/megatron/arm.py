@@ -132,16 +132,21 @@ class Arm:
         self._device = device
         self._clip_grad = float(params.get("clip_grad", 1.0))
         self.meter = Meter()
-        self._reported_s = 0.0
         self._warned_masked = False
         self.model = shard_gpt(build_gpt(params, vocab_size, device=device), mesh, mixed_precision(params))
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.optimizer = build_optimizer(self.model, params)
         self.scheduler = build_scheduler(self.optimizer, params)
         self.engine = MeteredEngine(self.model, comm.odc, self.meter) if comm.arm.startswith("odc") else None
+        self._reported_s = self.meter.exposed_s
         if comm.arm == "nccl_zero2":
             self._modules[0].set_reshard_after_forward(False)
             self._modules[0].set_reshard_after_backward(False)
+
+    @property
+    def num_units(self) -> int:
+        """FSDP2 units: one a block and the root."""
+        return len(self._modules)
 
     @property
     def learning_rate(self) -> float:
@@ -193,6 +198,7 @@ class Arm:
 
         Legal between two training steps. On demand every rank may run any number of microbatches.
         """
+        exposed = self.meter.exposed_s
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         self.model.eval()
         with torch.no_grad():
@@ -202,6 +208,7 @@ class Arm:
         self.model.train()
         self.reshard()
         reports = self._exchange([float(total)])
+        self._reported_s += self.meter.exposed_s - exposed  # no part of the next step
         return math.fsum(sums[0] for sums in reports) / sum(minibatch.target_tokens for minibatch in minibatches)
 
     def publish(self) -> None:
