@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from primus_odc.errors import ConfigError
+from primus_odc.report.agreement import disagreements
 from primus_odc.report.html import write_page
 from primus_odc.report.logs import compare_logs
 from primus_odc.report.machine import describe_command
@@ -33,7 +34,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """Does what the options say, prints the table and returns the exit status.
+    """Does what the options say, prints the table and returns the exit status: 1 where the arms did not train the same thing.
 
     Args:
         args: parsed options of :func:`add_compare_arguments`, and in ``overrides`` the words that change the experiment.
@@ -58,7 +59,11 @@ def run_compare(args: argparse.Namespace) -> int:
     write_report(result, args.output)
     sys.stdout.write(render_table(result))
     sys.stdout.write(f"\nwritten: {args.output / 'result.json'}, {args.output / 'index.html'}\n")
-    return 0
+    # Finished runs may differ on purpose, in their learning rates for instance; arms run side by side may not.
+    problems = disagreements(result) if args.from_logs is None else []
+    for problem in problems:
+        print(f"primus-odc: error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def write_report(result: ComparisonResult, output: Path) -> None:
