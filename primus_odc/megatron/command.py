@@ -20,6 +20,7 @@ from primus_odc._experiment_yaml import read_yaml
 from primus_odc.cli import EXIT_ERROR
 from primus_odc.errors import ConfigError, OdcError, VersionError
 from primus_odc.experiment import Experiment, load_experiment
+from primus_odc.megatron.train_config import check_keys, normalise
 from primus_odc.versions import require_megatron, require_torch
 
 if TYPE_CHECKING:
@@ -45,14 +46,13 @@ def run_train(args: argparse.Namespace) -> NoReturn:
     os.environ.update(experiment.env)
     rank = int(os.environ.get("RANK", "0"))
     _set_up_logging(rank)
-    require_torch()
-    require_megatron()
-    from primus_odc.megatron.train_config import check_keys, normalise
-    from primus_odc.megatron.trainer import RunOptions, train
-
     params = normalise(experiment.params)
     if _is_self_contained(experiment):
         check_keys(params)
+    require_torch()
+    require_megatron()
+    from primus_odc.megatron.trainer import RunOptions, train
+
     options = RunOptions.of(experiment, params)
     device = _device(options.train.distributed_backend)
     code = EXIT_FAILURE

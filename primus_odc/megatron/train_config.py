@@ -355,12 +355,12 @@ def check_keys(params: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming every unknown key with the nearest known one.
     """
-    unknown = [key for key in params if key not in KNOWN_KEYS and key not in IGNORED_KEYS]
-    if unknown:
-        raise ConfigError(
-            [f"{key} is not known to the standalone trainer, did you mean {nearest(key, KNOWN_KEYS)!r}?" for key in unknown]
-            + ["a key of the list primus_odc.megatron.train_config.IGNORED_KEYS may stand in the file and has no effect here"]
-        )
+    accepted = (*KNOWN_KEYS, *IGNORED_KEYS)
+    problems = [
+        f"{key} is not known to the standalone trainer, did you mean {nearest(key, accepted)!r}?" for key in params if key not in accepted
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _number(text: str) -> Any:
