@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Iterable
 
@@ -36,6 +37,9 @@ class ProgressThread:
         self._sources = [r for r in range(heap.world_size) if r != heap.rank]
         self._thread = threading.Thread(target=self._run, name="primus-odc-progress", daemon=True)
         self._thread.start()
+        # A daemon thread that the interpreter stops inside a tensor operation aborts the process ("terminate called"), which would hide
+        # the exit code and the traceback of a rank that ends in the middle of a minibatch.
+        atexit.register(self.stop)
 
     def _run(self) -> None:
         try:
@@ -52,5 +56,7 @@ class ProgressThread:
             raise self._error
 
     def stop(self) -> None:
+        """End the thread; also done when the interpreter exits."""
+        atexit.unregister(self.stop)
         self._stopping.set()
         self._thread.join(timeout=self._heap.timeout_s)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus_odc.primitives.driver import ProgressThread, run
+from primus_odc.primitives.protocol import Do, Store, Wait
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RecordingHeap:
+    """Notes what a heap would be asked to do."""
+
+    rank, world_size, timeout_s = 0, 2, 5.0
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.words = self
+
+    def wait(self, *what: Any) -> None:
+        self.log.append(("wait", *what))
+
+    def write(self, *what: Any) -> None:
+        self.log.append(("write", *what))
+
+    def read(self, *what: Any) -> int:
+        return 0
+
+    def abort(self, message: str) -> None:
+        self.log.append(("abort", message))
+
+
+class FailingProtocol:
+    def serve(self, read_word: Any, source: int) -> list[Any]:
+        raise ArithmeticError(f"cannot serve {source}")
+
+
+def test_effects_run_in_order() -> None:
+    heap = RecordingHeap()
+    run(heap, [Store("a", 2, 7), Do(lambda: heap.log.append("moved")), Wait(1, "b", 0, 3, "gather")])  # type: ignore[arg-type]
+    assert heap.log == [("write", "a", 7, 2), "moved", ("wait", 1, "b", 0, 3, "gather")]
+
+
+def test_an_error_of_the_progress_thread_aborts_the_heap_and_is_raised_by_check() -> None:
+    heap = RecordingHeap()
+    progress = ProgressThread(heap, FailingProtocol())  # type: ignore[arg-type]
+    progress._thread.join(10)
+    progress.stop()
+    assert heap.log == [("abort", "cannot serve 1")]
+    with pytest.raises(ArithmeticError, match="cannot serve 1"):
+        progress.check()
+
+
+EXIT_IN_THE_MIDDLE = """
+import time
+import torch
+from primus_odc.primitives.driver import ProgressThread
+from primus_odc.primitives.protocol import Do
+from tests.primitives.test_driver import RecordingHeap
+
+accumulator = torch.zeros(1 << 22)
+
+class BusyProtocol:
+    def serve(self, read_word, source):
+        for _ in range(20):
+            yield Do(lambda: accumulator.add_(1.0))
+
+torch.set_num_threads(1)
+ProgressThread(RecordingHeap(), BusyProtocol())
+while not accumulator[0]:
+    time.sleep(0.001)
+raise SystemExit(3)
+"""
+
+
+def test_a_rank_that_ends_in_the_middle_of_a_minibatch_keeps_its_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", EXIT_IN_THE_MIDDLE], capture_output=True, text=True, timeout=50, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (3, "")
