@@ -113,7 +113,7 @@ class Engine:
         self._checked_epoch = [0] * len(specs)
         self._reducers: list[ScatterAccumulate] = []
         self._install()
-        self._tracker = MicrobatchTracker(model, self._units, self._declare)
+        self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)
         self._stats: dict[str, Any] = self._counters()
         _ATTACHED[model] = self
         self._log()
@@ -373,6 +373,7 @@ class Engine:
         try:
             if self._progress is not None:
                 self._progress.check()
+            self._heap.check(operation)
             yield
         except BaseException as error:
             self._heap.abort(f"{operation}: {error}")

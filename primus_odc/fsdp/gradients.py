@@ -81,10 +81,11 @@ class GradientStore:
             for i, p in parameters.items():
                 spec = unit.spec.params[i]
                 part = slice(spec.grad_offset, spec.grad_offset + spec.padded_numel)
-                if p.grad is None:
-                    flat[part].copy_(total[part])
-                else:
+                if p.grad is self._grads[group][i]:
                     flat[part].add_(total[part])
+                else:
+                    # None, or FSDP2's zeros where load_state_dict(assign=True) replaced the parameter and with it our hook.
+                    flat[part].copy_(total[part])
         for i, p in parameters.items():
             p.grad = self._grads[group][i]
 

@@ -10,6 +10,7 @@ all, the late reduction is an error of the protocol, never a lost gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,10 +22,20 @@ from primus_odc.fsdp.probe import Unit
 
 
 class MicrobatchTracker:
-    """Counts forwards of the root and of every unit, and calls ``declare(group)`` when a group is complete."""
+    """Counts forwards of the root and of every unit, and calls ``declare(group)`` when a group is complete.
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], declare: Callable[[int], None]) -> None:
+    ``guard(operation)`` is entered around what may fail inside a forward, so that the other ranks learn of it.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[Unit],
+        declare: Callable[[int], None],
+        guard: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
         self._declare = declare
+        self._guard = guard
         self._announced: int | None = None
         self._active = False
         self._closing = False
@@ -76,13 +87,14 @@ class MicrobatchTracker:
         self._in_backward = False
         if not (self._active and torch.is_grad_enabled()):
             return
-        self.microbatches += 1
-        if self._announced is not None and self.microbatches >= self._announced:
-            if self.microbatches > self._announced:
+        with self._guard("microbatch"):
+            self.microbatches += 1
+            if self._announced is not None and self.microbatches > self._announced:
                 raise ProtocolError(
                     f"microbatch {self.microbatches} begins where begin_minibatch(num_microbatches={self._announced}) announced "
                     f"{self._announced}; a microbatch is one forward of the root module with gradients enabled (pass None if yours is not)"
                 )
+        if self.microbatches == self._announced:
             self.close()
 
     def _root_output(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -36,6 +36,7 @@ class ScatterAccumulate:
         self._engine = engine
         self._group = group
         self._spec = unit.spec
+        self._unsharded = unit.unsharded
         self._trainable = tuple(i for i, p in enumerate(unit.spec.params) if p.trainable)
         self._arrived: set[int] = set()
         self._expects_output = False
@@ -72,10 +73,10 @@ class ScatterAccumulate:
             params = self._trainable  # also where the user has FSDP2 fill in zeros for unused parameters
         expected = self._spec.shards * sum(self._spec.params[i].padded_numel for i in params)
         if input_tensor.numel() != expected:
+            changed = [p.name for p, now in zip(self._spec.params, self._unsharded, strict=True) if p.trainable != now.requires_grad]
             raise ProtocolError(
-                f"group {self._spec.name}: FSDP2 reduces {input_tensor.numel()} elements where the parameters with a gradient "
-                f"({[self._spec.params[i].name for i in params]}) have {expected}; a parameter was frozen or unfrozen after attach(): "
-                "detach() and attach() again"
+                f"group {self._spec.name}: FSDP2 reduces {input_tensor.numel()} elements where the parameters with a gradient have "
+                f"{expected}; requires_grad changed after attach() for {changed}: detach() and attach() again"
             )
         self._engine.reduce(self._group, Contribution(input_tensor.view(self._spec.shards, -1), params))
 

@@ -1,0 +1,236 @@
+"""What the engine refuses, and that a refusal on one rank ends all of them with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import primus_odc
+from primus_odc.errors import ConfigError, OdcError, PeerError, ProtocolError, UnsupportedModelError
+from primus_odc.fsdp.engine import Engine
+from tests.fsdp.checks import failures, run_checks
+from tests.fsdp.models import Tiny, loss_of, microbatch, shard, tiny_model
+from tests.workers import run_workers
+
+
+def _refused(action: Callable[[], object], kind: type[OdcError], *parts: str) -> None:
+    with pytest.raises(kind) as caught:
+        action()
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+def _attached(**options: object) -> tuple[Tiny, Engine]:
+    model = shard(tiny_model())
+    return model, primus_odc.attach(model, **options)
+
+
+def _backward(model: nn.Module) -> None:
+    x, y = microbatch(0, dist.get_rank(), 0)
+    loss_of(model, x, y, 1).backward()
+
+
+def wrong_options() -> None:
+    model = shard(tiny_model())
+    _refused(lambda: primus_odc.attach(model, transport="rocshm"), ConfigError, "rocshm", "host")
+    _refused(lambda: primus_odc.attach(model, accumulat="local"), ConfigError, "accumulat", "accumulate")
+    _refused(lambda: primus_odc.attach(model, transport="symm_mem"), ConfigError, "symm_mem", "odc.transport")
+    _refused(lambda: primus_odc.attach(model, deterministic=True, accumulate="owner"), ConfigError, "deterministic", "owner")
+
+
+def models_that_cannot_be_served() -> None:
+    _refused(lambda: primus_odc.attach(tiny_model()), UnsupportedModelError, "fully_shard")
+    blocks_only = tiny_model()
+    fully_shard(blocks_only.blocks[0])
+    _refused(lambda: primus_odc.attach(blocks_only), UnsupportedModelError, "root")
+    with torch.device("meta"):
+        meta = Tiny()
+    shard(meta)
+    _refused(lambda: primus_odc.attach(meta), UnsupportedModelError, "meta device", "embed.weight")
+    ignoring = tiny_model()
+    fully_shard(ignoring, ignored_params={ignoring.head.weight})
+    _refused(lambda: primus_odc.attach(ignoring), UnsupportedModelError, "head.weight", "ignored_params")
+    tensor_parallel = tiny_model()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    fully_shard(tensor_parallel.head, mesh=mesh["a"])
+    fully_shard(tensor_parallel, mesh=mesh["b"])
+    _refused(lambda: primus_odc.attach(tensor_parallel), UnsupportedModelError, "2 different device meshes")
+
+
+def a_refused_model_trains_natively_as_before() -> None:
+    model = shard(tiny_model())
+    if dist.get_rank() == 1:
+        model.blocks[0].up.weight.requires_grad_(False)  # ranks disagree
+    _refused(lambda: primus_odc.attach(model), UnsupportedModelError, "requires_grad")
+    model.blocks[0].up.weight.requires_grad_(True)
+    _backward(model)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def attached_twice() -> None:
+    model, engine = _attached()
+    _refused(lambda: primus_odc.attach(model), ProtocolError, "detach()")
+    engine.detach()
+
+
+def wrong_order(call: Callable[[Tiny, Engine], object], *parts: str) -> Callable[[], None]:
+    def check() -> None:
+        model, engine = _attached(parameters="reshard")
+        dist.barrier()  # an error on one rank must not end another's attach()
+        _refused(lambda: call(model, engine), ProtocolError, *parts)
+
+    return check
+
+
+def _settle_twice(model: Tiny, engine: Engine) -> None:
+    engine.begin_minibatch(0)
+    engine.settle()
+    engine.settle()
+
+
+def _forward_after_settle(model: Tiny, engine: Engine) -> None:
+    engine.begin_minibatch(0)
+    engine.settle()
+    dist.barrier()
+    model(torch.randn(1, 5))
+
+
+def _one_microbatch_too_many(model: Tiny, engine: Engine) -> None:
+    engine.begin_minibatch(1)
+    _backward(model)
+    _backward(model)
+
+
+def _one_microbatch_too_few(model: Tiny, engine: Engine) -> None:
+    engine.begin_minibatch(2)
+    _backward(model)
+    engine.settle()
+
+
+def _backward_without_begin(model: Tiny, engine: Engine) -> None:
+    _backward(model)
+
+
+def _begin_twice(model: Tiny, engine: Engine) -> None:
+    engine.begin_minibatch(1)
+    engine.begin_minibatch(1)
+
+
+def _publish_inside(model: Tiny, engine: Engine) -> None:
+    engine.begin_minibatch(1)
+    engine.publish()
+
+
+def _edit_without_publish(model: Tiny, engine: Engine) -> None:
+    with torch.no_grad():
+        model.head.weight.mul_(2.0)
+    engine.begin_minibatch(1)
+    _backward(model)
+
+
+def _clip_before_settle(model: Tiny, engine: Engine) -> None:
+    engine.begin_minibatch(1)
+    _backward(model)
+    engine.clip_grad_norm_(1.0)
+
+
+def _use_after_detach(model: Tiny, engine: Engine) -> None:
+    engine.detach()
+    engine.begin_minibatch(1)
+
+
+def _unfreeze_after_attach() -> None:
+    model = shard(tiny_model())
+    model.head.weight.requires_grad_(False)
+    engine = primus_odc.attach(model)
+    model.head.weight.requires_grad_(True)
+    engine.begin_minibatch(1)
+    dist.barrier()
+    _refused(lambda: _backward(model), ProtocolError, "head.weight", "attach()")
+
+
+def an_error_on_one_rank_ends_the_others_with_its_reason() -> None:
+    model, engine = _attached()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _refused(lambda: _one_microbatch_too_many(model, engine), ProtocolError, "announced 1")
+    else:
+        engine.begin_minibatch(1)
+        _backward(model)
+        _refused(engine.settle, PeerError, "rank 0 aborted", "announced 1")
+        _refused(engine.publish, PeerError, "this rank failed before")
+
+
+def offloaded_parameters() -> None:
+    model = shard(tiny_model(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    engine = primus_odc.attach(model)  # on the CPU, offloading moves nothing
+    engine.begin_minibatch(1)
+    _backward(model)
+    engine.settle()
+    engine.detach()
+
+
+ON_TWO: dict[str, Callable[[], None]] = {
+    "wrong_options": wrong_options,
+    "models_that_cannot_be_served": models_that_cannot_be_served,
+    "a_refused_model_trains_natively_as_before": a_refused_model_trains_natively_as_before,
+    "attached_twice": attached_twice,
+    "forward_after_settle": wrong_order(_forward_after_settle, "gather of group", "publish()"),
+    "edit_without_publish": wrong_order(_edit_without_publish, "changed after they were published", "publish()"),
+    "unfreeze_after_attach": _unfreeze_after_attach,
+    "an_error_on_one_rank_ends_the_others_with_its_reason": an_error_on_one_rank_ends_the_others_with_its_reason,
+    "offloaded_parameters": offloaded_parameters,
+}
+ON_ONE: dict[str, Callable[[], None]] = {
+    "settle_twice": wrong_order(_settle_twice, "settle", "begin_minibatch()"),
+    "one_microbatch_too_many": wrong_order(_one_microbatch_too_many, "announced 1", "pass None"),
+    "one_microbatch_too_few": wrong_order(_one_microbatch_too_few, "after 1 microbatches", "announced 2"),
+    "backward_without_begin": wrong_order(_backward_without_begin, "reduction of group", "begin_minibatch()"),
+    "begin_twice": wrong_order(_begin_twice, "settle()"),
+    "publish_inside": wrong_order(_publish_inside, "publish", "settle()"),
+    "clip_before_settle": wrong_order(_clip_before_settle, "between settle()"),
+    "negative_count": wrong_order(lambda m, e: e.begin_minibatch(-1), "-1"),
+    "last_microbatch_outside": wrong_order(lambda m, e: e.last_microbatch(), "begin_minibatch()"),
+    "use_after_detach": wrong_order(_use_after_detach, "detached"),
+}
+
+
+def _checks(rank: int, world_size: int) -> dict[str, str]:
+    return run_checks(rank, world_size, ON_TWO if world_size == 2 else ON_ONE)
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[str, str]]:
+    return run_workers(_checks, 2, timeout_s=100)
+
+
+@pytest.fixture(scope="module")
+def on_one() -> list[dict[str, str]]:
+    return run_workers(_checks, 1, timeout_s=100)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ON_TWO)
+def test_refusals(on_two: list[dict[str, str]], name: str) -> None:
+    assert failures(on_two, name) == ""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ON_ONE)
+def test_wrong_order(on_one: list[dict[str, str]], name: str) -> None:
+    assert failures(on_one, name) == ""
+
+
+def _permuted_hsdp(rank: int, world_size: int) -> None:
+    mesh = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicate", "shard"))
+    _refused(lambda: primus_odc.attach(shard(tiny_model(), mesh)), UnsupportedModelError, "ascending order")
+
+
+def test_a_mesh_fsdp2_itself_would_mix_up() -> None:
+    run_workers(_permuted_hsdp, 4)
