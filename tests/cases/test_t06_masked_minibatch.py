@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
 from tests.cases.test_t05_masked_microbatch import Messages
-from tests.megatron.arm_cases import ARMS, make_arm, masked, minibatch_of, moments, weights
+from tests.megatron.arm_cases import ARMS, everything, make_arm, masked, minibatch_of
 from tests.megatron.gpt_cases import make_samples
 from tests.workers import run_workers
 
 WORLD = 2
 SAMPLES = [make_samples((60, 31, 20, 9), seed=step) for step in range(2)]
 MASKED = [masked(sample) for sample in SAMPLES[0]]
-
-
-def everything(arm: Any) -> dict[str, torch.Tensor]:
-    return {**weights(arm), **moments(arm)}
 
 
 def run_case(rank: int, world_size: int) -> dict[str, list[str]]:

@@ -83,6 +83,11 @@ def moments(arm: Arm) -> dict[str, torch.Tensor]:
     return {f"{name}.{key}": full(value) for name, p in named for key, value in arm.optimizer.state.get(p, {}).items()}
 
 
+def everything(arm: Arm) -> dict[str, torch.Tensor]:
+    """What training changes."""
+    return {**weights(arm), **moments(arm)}
+
+
 @dataclass
 class Reference:
     """Plain AdamW in fp64 over whole minibatches, in one process; decay and groups written out again from their definition."""

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import primus_odc.megatron
+from primus_odc.data.keys import DataConfig
+from primus_odc.errors import ConfigError
+from primus_odc.experiment import load_experiment
+from primus_odc.megatron import gpt_config
+from primus_odc.megatron.train_config import IGNORED_KEYS, KNOWN_KEYS, check_keys, normalise, parse_train
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+LOOP = {"train_iters": 3, "global_batch_size": 8, "distributed_backend": "gloo"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_our_own_files_are_accepted(path: Path) -> None:
+    params = normalise(load_experiment(path).params)
+    check_keys(params)
+    assert parse_train(params).train_iters == params["train_iters"]
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("trani_iters", "train_iters"), ("num_layer", "num_layers"), ("eval_intervall", "eval_interval"), ("use_flash_atn", "use_flash_attn")],
+)
+def test_unknown_keys_are_answered_with_the_nearest(typo: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"{typo} is not known .* did you mean '{meant}'"):
+        check_keys({**LOOP, typo: 1})
+
+
+def test_all_wrong_keys_are_named_at_once() -> None:
+    wrong = {
+        "train_iters": 0,
+        "global_batch_size": "many",
+        "save_interval": 2.5,
+        "save": 3,
+        "distributed_backend": "mpi",
+        "ckpt_step": 4,
+        "eval_interval": 5,
+        "clip_grad": -1,
+        "calculate_per_token_loss": False,
+        "micro_batch_size": 2,
+    }
+    with pytest.raises(ConfigError) as caught:
+        parse_train(wrong)
+    assert len(caught.value.problems) == len(wrong)
+    for key in wrong:
+        assert any(key in problem for problem in caught.value.problems), key
+
+
+def test_text_that_spells_a_number_is_one_except_where_a_text_is_meant() -> None:
+    given = {**LOOP, "lr": "1e-4", "train_iters": "12", "save": "7", "tokenizer_model": "1e3", "normalization": "RMSNorm", "bf16": False}
+    params = normalise(given)
+    assert params["lr"] == 1e-4 and params["train_iters"] == 12 and isinstance(params["train_iters"], int)
+    assert (params["save"], params["tokenizer_model"], params["normalization"], params["bf16"]) == ("7", "1e3", "RMSNorm", False)
+    config = parse_train(params)
+    assert config.save == Path("7") and config.load is None and config.eval_interval is None
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(259, 384), (384, 384), (385, 512)])
+def test_vocabulary_is_padded_as_megatron_pads_it(tokens: int, rows: int) -> None:
+    assert parse_train(LOOP).padded_vocab_size(tokens) == rows
+
+
+def test_every_key_that_is_read_is_known() -> None:
+    folder = Path(primus_odc.megatron.__file__).parent
+    read = {key for name in ("lr", "sharding", "arm", "trainer", "gpt_config") for key in _read_keys((folder / f"{name}.py").read_text())}
+    read |= set(gpt_config._FIXED) | set(DataConfig.__dataclass_fields__)
+    assert {"lr", "bf16", "adam_eps", "seq_length", "num_layers"} <= read
+    assert read - set(KNOWN_KEYS) == set()
+
+
+def _read_keys(source: str) -> set[str]:
+    """Keys in params.get("..."), get("..."), keys.number("..."), params["..."] and the like."""
+    calls = re.findall(r"(?:params\.get|\bget|keys\.(?:number|optional|flag|choice|params\.get))\(\s*\"(\w+)\"", source)
+    return set(calls) | set(re.findall(r"params\[\"(\w+)\"\]", source))
+
+
+def test_no_key_is_both_read_and_ignored() -> None:
+    assert set(KNOWN_KEYS) & set(IGNORED_KEYS) == set()
+    assert len(set(KNOWN_KEYS)) == len(KNOWN_KEYS) and len(set(IGNORED_KEYS)) == len(IGNORED_KEYS)
+
+
+def test_a_typo_is_found_before_torch_is_imported() -> None:
+    code = (
+        "import sys\nfrom primus_odc.cli import main\n"
+        "code = main(['train', sys.argv[1], '--trani_iters', '3'])\nassert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(CONFIGS[0])], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "did you mean 'train_iters'" in done.stderr and "Traceback" not in done.stderr
