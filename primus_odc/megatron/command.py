@@ -47,7 +47,7 @@ def run_train(args: argparse.Namespace) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
     _set_up_logging(rank)
     params = normalise(experiment.params)
-    if _is_self_contained(experiment):
+    if is_self_contained(experiment):
         check_keys(params)
     require_torch()
     require_megatron()
@@ -75,7 +75,8 @@ def run_train(args: argparse.Namespace) -> NoReturn:
         os._exit(code)
 
 
-def _is_self_contained(experiment: Experiment) -> bool:
+def is_self_contained(experiment: Experiment) -> bool:
+    """Whether the module names no preset of Primus, so that every key in it is meant for this trainer."""
     module = read_yaml(experiment.source)["modules"][experiment.module_name]
     return "config" not in module and "model" not in module
 

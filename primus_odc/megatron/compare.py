@@ -1,0 +1,75 @@
+"""Run the arms of a comparison on this host's ranks.
+
+``primus-odc compare`` is one process that starts its ranks itself, waits for them and reads what rank 0 measured; see
+:mod:`primus_odc.megatron.rounds` for what they do. It imports neither torch nor megatron-core. It is not launched by torchrun: all ranks
+must share one host and one clock, and a process of its own outlives a rank that dies and can say which one it was.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from primus_odc.config import parse_odc
+from primus_odc.errors import ConfigError
+from primus_odc.experiment import load_experiment
+from primus_odc.megatron.command import is_self_contained
+from primus_odc.megatron.compare_job import Job, arm_params
+from primus_odc.megatron.local_ranks import run_ranks
+from primus_odc.megatron.train_config import check_keys, normalise, parse_train
+from primus_odc.report.result import ComparisonResult
+
+MOST_DEFAULT_RANKS = 4
+WORKER = "primus_odc.megatron.compare_worker"
+
+
+def run_comparison(
+    config: Path, *, overrides: Sequence[str], arms: Sequence[str], steps: int | None, nproc: int | None, command: str
+) -> ComparisonResult:
+    """Train every arm of ``arms``, and ``ideal`` beside them, on the same minibatches.
+
+    Args:
+        config: experiment YAML; ``comm_backend`` in it is of no account.
+        overrides: words that change it.
+        arms: reporting names.
+        steps: of every arm; None: ``train_iters`` of the experiment.
+        nproc: ranks; None: the smaller of cores and 4.
+        command: the command line, for the report.
+
+    Raises:
+        ConfigError: wrong keys, or ranks started by somebody else.
+        OdcError: a rank failed; the message holds what it said.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise ConfigError(["compare starts its ranks itself: run it without torchrun, and say how many ranks with --nproc"])
+    experiment = load_experiment(config, list(overrides))
+    params = normalise(experiment.params)
+    if is_self_contained(experiment):
+        check_keys(params)
+    if parse_train(params).distributed_backend != "gloo":
+        raise ConfigError(["distributed_backend: arms are compared on the CPU in this version; set distributed_backend: gloo"])
+    timeout_s = max(parse_odc(arm_params(params, arm)).odc.timeout_s for arm in arms)
+    world_size = nproc or min(len(os.sched_getaffinity(0)), MOST_DEFAULT_RANKS)
+    with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
+        job = Job(
+            config=str(config),
+            overrides=list(overrides),
+            arms=list(arms),
+            steps=steps,
+            world_size=world_size,
+            store=str(Path(folder) / "store"),
+            result=str(Path(folder) / "result.json"),
+            command=command,
+        )
+        file = Path(folder) / "job.json"
+        job.write(file)
+        # A rank that waits for another one says so itself, after timeout_s; longer silence means that none can.
+        run_ranks(WORKER, [str(file)], world_size, silence_s=2 * timeout_s, progress=_show)
+        return ComparisonResult.read(Path(job.result))
+
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,48 @@
+"""What the process that starts a comparison hands to its ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_BASELINES = {"nccl_localsort": "localsort", "nccl_zero2": "zero2"}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Job:
+    """What the ranks are to do."""
+
+    config: str
+    """Path of the experiment YAML."""
+    overrides: list[str]
+    """Words that change it."""
+    arms: list[str]
+    """Reporting names."""
+    steps: int | None
+    """Of every arm; None: ``train_iters``."""
+    world_size: int
+    """Number of ranks."""
+    store: str
+    """File through which the ranks find each other."""
+    result: str
+    """File that rank 0 writes the result to."""
+    command: str
+    """The command line, for the report."""
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def arm_params(params: Mapping[str, Any], arm: str) -> dict[str, Any]:
+    """``params`` with the communication of another arm."""
+    odc = {key: value for key, value in (params.get("odc") or {}).items() if key != "baseline"}
+    if arm in _BASELINES:
+        odc["baseline"] = _BASELINES[arm]
+    return {**params, "comm_backend": "nccl_pad" if arm in _BASELINES else arm, "odc": odc}

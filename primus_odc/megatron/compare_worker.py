@@ -1,0 +1,63 @@
+"""One rank of a comparison, started by :mod:`primus_odc.megatron.compare` as ``python -m primus_odc.megatron.compare_worker RANK JOB``.
+
+torch and megatron-core are imported here and nowhere before, after their versions are found to be tested ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+from primus_odc.config import parse_odc
+from primus_odc.errors import OdcError
+from primus_odc.experiment import load_experiment
+from primus_odc.megatron.compare_job import Job, arm_params
+from primus_odc.megatron.local_ranks import end_with_parent
+from primus_odc.versions import require_megatron, require_torch
+
+
+def main(arguments: list[str]) -> None:
+    """Run one rank and end the process."""
+    end_with_parent()
+    rank, job = int(arguments[0]), Job.read(Path(arguments[1]))
+    logging.basicConfig(stream=sys.stdout if rank == 0 else sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
+    # Megatron warns at import about packages that are no part of what runs here.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    code = 0
+    try:
+        _run(rank, job)
+    except OdcError as error:
+        print(error, file=sys.stderr)
+        code = 2
+    except Exception:  # noqa: BLE001 - whatever it is, the process that started the ranks reports it
+        traceback.print_exc()
+        code = 1
+    # Leaving through the interpreter's end right after a collective of gloo aborts now and then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(rank: int, job: Job) -> None:
+    require_torch()
+    require_megatron()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.world_size))
+    timeout_s = parse_odc(arm_params(load_experiment(Path(job.config), job.overrides).params, job.arms[0])).odc.timeout_s
+    dist.init_process_group(
+        "gloo", init_method=f"file://{job.store}", rank=rank, world_size=job.world_size, timeout=timedelta(seconds=timeout_s)
+    )
+    importlib.import_module("primus_odc.megatron.compare_rank").compare(job)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

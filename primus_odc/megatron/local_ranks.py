@@ -1,0 +1,139 @@
+"""Start the ranks of a job on this host, watch them, and leave none behind.
+
+Each rank is a process of its own that runs a module as ``python -m MODULE RANK ARGUMENT...``. What holds them together:
+
+* Standard input of a rank is a pipe that only this process can write to. :func:`end_with_parent` in the rank waits for its end, so that
+  ranks end even if this process is killed.
+* Standard output of rank 0 is the job's progress, passed on line by line; standard error of every rank is kept and shown where it failed.
+* When a rank fails, the others get ``GRACE_S`` to notice and say so themselves, and are then killed. The same happens when no line of
+  progress arrives in time, and on any exception here, Ctrl-C included.
+
+torch's own launcher is not used: it gives the other ranks no time to say what they saw, and takes seconds to start.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from primus_odc.errors import OdcError
+
+GRACE_S = 10.0
+POLL_S = 0.05
+TAIL_LINES = 40
+
+
+def run_ranks(module: str, arguments: Sequence[str], world_size: int, *, silence_s: float, progress: Callable[[str], None]) -> None:
+    """Run ``module`` in ``world_size`` processes and return when all have ended well.
+
+    Args:
+        module: what ``python -m`` runs; its arguments are the rank and then ``arguments``.
+        silence_s: longest time without a line on rank 0's standard output, in seconds.
+        progress: gets each such line, without its newline.
+
+    Raises:
+        OdcError: a rank failed or the job went silent; the message holds what the ranks wrote to standard error.
+    """
+    with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
+        ranks: list[subprocess.Popen[str]] = []
+        try:
+            for rank, log in enumerate(logs):
+                with log.open("w") as stderr:
+                    ranks.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", module, str(rank), *arguments],
+                            stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE if rank == 0 else stderr,
+                            stderr=stderr,
+                            text=True,
+                            # Out of the terminal's foreground group: Ctrl-C reaches this process alone, which ends the ranks in order.
+                            start_new_session=True,
+                        )
+                    )
+            silent = _watch(ranks, silence_s, progress)
+            codes = [process.poll() for process in ranks]
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+                for pipe in (process.stdin, process.stdout):
+                    if pipe is not None:
+                        pipe.close()
+        if silent or any(codes):
+            raise OdcError(_failure(codes, logs, silence_s if silent else None))
+
+
+def end_with_parent() -> None:
+    """In a rank: end this process at once when the one that started it is gone, or lets go of the pipe at standard input."""
+    inherited = os.dup(0)
+
+    def wait() -> None:
+        while os.read(inherited, 64):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="primus-odc-parent", daemon=True).start()
+
+
+def _watch(ranks: Sequence[subprocess.Popen[str]], silence_s: float, progress: Callable[[str], None]) -> bool:
+    """Wait until all ranks ended, or until it is of no use to wait longer; returns whether they had gone silent."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    assert ranks[0].stdout is not None
+    reader = threading.Thread(target=_read, args=(ranks[0].stdout, lines), daemon=True)
+    reader.start()
+    heard = time.monotonic()
+    failed_at: float | None = None
+    while any(process.poll() is None for process in ranks):
+        try:
+            progress(lines.get(timeout=POLL_S))
+            heard = time.monotonic()
+        except queue.Empty:
+            pass
+        if failed_at is None and any(process.poll() for process in ranks):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
+            return False
+        if time.monotonic() - heard > silence_s:
+            return True
+    reader.join(GRACE_S)
+    while not lines.empty():
+        progress(lines.get())
+    return False
+
+
+def _read(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
+    for line in stream:
+        lines.put(line.rstrip("\n"))
+
+
+def _failure(codes: Sequence[int | None], logs: Sequence[Path], silence_s: float | None) -> str:
+    """What happened, rank by rank, with the end of what each failed one wrote."""
+    parts = []
+    if silence_s is not None:
+        parts.append(f"the ranks made no progress for {silence_s:g} s and were ended")
+    for rank, (code, log) in enumerate(zip(codes, logs, strict=True)):
+        if code == 0:
+            continue
+        written = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        parts.append(f"rank {rank} {_ended(code)}" + (":" if written else ""))
+        parts += [f"  {line}" for line in written]
+    return "\n".join(parts)
+
+
+def _ended(code: int | None) -> str:
+    if code is None:
+        return "did not end and was ended"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"failed with exit status {code}"

@@ -1,0 +1,223 @@
+"""Arms in turn on the same minibatches: what a comparison measures.
+
+A round is one minibatch, run by every arm and by ``ideal``, one after the other. The order rotates from round to round, so that no arm
+always runs after the same other one and a disturbance of the machine meets them all alike. Before each all ranks meet in a barrier; its
+step lasts from the first rank's start to the last rank's end, on the host's one clock. Plans and packed microbatches are ready before.
+
+Timed rounds leave stock arms alone: nothing of ours runs inside FSDP2. What a rank computed in them is what its thread used of the
+processor, of which a wait in a collective takes nothing. Afterwards one minibatch is run once more by every arm, with its transfers on
+record, for the timeline.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from primus_odc.data.dataset import TokenDataset
+from primus_odc.megatron.arm import Arm, Minibatch, StepOutcome, make_minibatch
+from primus_odc.megatron.ideal import IDEAL, Ideal
+from primus_odc.planning import CostModel, Policy
+from primus_odc.report.timeline import Span, SpanKind, SpanRecorder, Timeline, compute_table, exclusive_spans, make_timeline
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MinibatchMaker:
+    """Makes one minibatch for every way of planning it."""
+
+    dataset: TokenDataset
+    cost_model: CostModel
+    max_tokens: int
+    device: torch.device
+
+    def __call__(self, step: int, indices: npt.NDArray[np.int64], plans: set[tuple[Policy, bool]]) -> dict[tuple[Policy, bool], Minibatch]:
+        """(policy, pad_empty_ranks) -> the minibatch of these samples of the dataset."""
+        samples = [self.dataset[int(i)] for i in indices]
+        return {
+            (policy, pad): make_minibatch(
+                step,
+                samples,
+                policy=policy,
+                cost_model=self.cost_model,
+                max_tokens=self.max_tokens,
+                world_size=dist.get_world_size(),
+                rank=dist.get_rank(),
+                device=self.device,
+                pad_empty_ranks=pad,
+            )
+            for policy, pad in plans
+        }
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RankStep:
+    """One step of an arm as one rank saw it; milliseconds."""
+
+    busy_ms: float
+    """Processor time outside waits and transfers."""
+    microbatch_ms: list[float]
+    """Forward and backward of each microbatch. On demand: wall time less what is nested. Stock: processor time."""
+    communication_ms: float
+    """Transfers, settle and publish; in stock arms all of forward and backward that is not in ``microbatch_ms``, waiting included."""
+    wait_ms: float | None
+    """For a peer; None where it is not told from transfers."""
+    optimizer_ms: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ArmStep:
+    """One step of an arm over all ranks."""
+
+    ms: float
+    """From the first rank's start to the last rank's end."""
+    outcome: StepOutcome
+    ranks: list[RankStep]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class IdealStep:
+    """One step of ``ideal`` over all ranks."""
+
+    ms: float
+    """The longest forward and backward of any rank, and the longest optimizer step."""
+    loss: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Round:
+    """One minibatch in every arm; equal on all ranks."""
+
+    arms: dict[str, ArmStep]
+    ideal: IdealStep | None
+    """None where the minibatch was skipped for having no target."""
+
+
+class Rounds:
+    """The arms of a comparison, and their rounds; all ranks make the same calls."""
+
+    def __init__(self, arms: Sequence[Arm], ideal: Ideal, make: MinibatchMaker, collect: Callable[[], object]) -> None:
+        """``collect`` is called between two steps: to collect garbage, which would else be charged to whichever arm it meets."""
+        self._arms: dict[str, Arm] = {arm.name: arm for arm in arms}
+        self._ideal = ideal
+        self._make = make
+        self._plans = {(arm.policy, arm.pad_empty_ranks) for arm in arms} | {(ideal.policy, False)}
+        self._collect = collect
+
+    def run(self, step: int, indices: npt.NDArray[np.int64]) -> Round:
+        """Train every arm on these samples of the dataset."""
+        minibatches = self._make(step, indices, self._plans)
+        self._ideal.follow()
+        names = [*self._arms, IDEAL]
+        start = step % len(names)
+        steps: dict[str, ArmStep] = {}
+        ideal = None
+        for name in names[start:] + names[:start]:
+            self._collect()
+            if name != IDEAL:
+                arm = self._arms[name]
+                steps[name] = _timed_step(arm, minibatches[arm.policy, arm.pad_empty_ranks])
+            elif minibatches[self._ideal.policy, False].target_tokens:
+                ideal = self._timed_ideal(minibatches[self._ideal.policy, False])
+        return Round(arms={name: steps[name] for name in self._arms}, ideal=ideal)
+
+    def timelines(self, step: int, indices: npt.NDArray[np.int64]) -> list[Timeline]:
+        """Train every arm on these samples once more, with all transfers on record; ``step`` is the number to show."""
+        minibatches = self._make(step, indices, self._plans)
+        timelines = []
+        for name, arm in self._arms.items():
+            self._collect()
+            recorder = SpanRecorder(dist.get_rank())
+            arm.meter.time_collectives = True
+            dist.barrier()
+            arm.train_step(minibatches[arm.policy, arm.pad_empty_ranks], recorder)
+            arm.meter.time_collectives = False
+            spans = [span for rank in _all_ranks(recorder.take()) for span in rank]
+            timelines.append(make_timeline(name, step, spans, dist.get_world_size()))
+        return timelines
+
+    def _timed_ideal(self, minibatch: Minibatch) -> IdealStep:
+        dist.barrier()
+        reports = _all_ranks(self._ideal.run(minibatch))
+        loss_sums, computed, optimizer = zip(*reports, strict=True)
+        return IdealStep(ms=1e3 * (max(computed) + max(optimizer)), loss=math.fsum(loss_sums) / minibatch.target_tokens)
+
+
+class ProcessorRecorder(SpanRecorder):
+    """Notes beside every span how much of the processor the thread had used when it ended."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.used_s = [time.thread_time()]
+
+    def add(
+        self, kind: SpanKind, start_s: float, end_s: float, microbatch: int | None = None, label: str = "", arrived_s: float | None = None
+    ) -> None:
+        super().add(kind, start_s, end_s, microbatch, label, arrived_s)
+        self.used_s.append(time.thread_time())
+
+
+def _timed_step(arm: Arm, minibatch: Minibatch) -> ArmStep:
+    arm.meter.time_collectives = False
+    exposed_s = arm.meter.exposed_cpu_s
+    dist.barrier()
+    recorder = ProcessorRecorder(arm.rank)
+    start, used_s = time.perf_counter(), time.thread_time()
+    outcome = arm.train_step(minibatch, recorder)
+    end, used_s = time.perf_counter(), time.thread_time() - used_s
+    busy_ms = 1e3 * (used_s - (arm.meter.exposed_cpu_s - exposed_s))
+    count = len(minibatch.microbatches)
+    seen = _on_demand(recorder, busy_ms, count) if arm.engine is not None else _stock(recorder, busy_ms, count)
+    reports = _all_ranks((start, end, seen))
+    starts, ends, ranks = zip(*reports, strict=True)
+    return ArmStep(ms=1e3 * (max(ends) - min(starts)), outcome=outcome, ranks=list(ranks))
+
+
+def _on_demand(recorder: SpanRecorder, busy_ms: float, count: int) -> RankStep:
+    rank = recorder.rank
+    spans = exclusive_spans(recorder.take())
+    table = compute_table(Timeline(arm="", step=0, world_size=rank + 1, spans=spans))[rank]
+    return RankStep(
+        busy_ms=busy_ms,
+        microbatch_ms=table or [0.0] * count,
+        communication_ms=_total(spans, "communication", "settle", "publish"),
+        wait_ms=_total(spans, "wait"),
+        optimizer_ms=_total(spans, "optimizer"),
+    )
+
+
+def _stock(recorder: ProcessorRecorder, busy_ms: float, count: int) -> RankStep:
+    used_s = recorder.used_s
+    spans = recorder.take()
+    microbatch_ms = [0.0] * count
+    for span, (before, after) in zip(spans, pairwise(used_s), strict=True):
+        if span.microbatch is not None:
+            microbatch_ms[span.microbatch] += 1e3 * (after - before)
+    return RankStep(
+        busy_ms=busy_ms,
+        microbatch_ms=microbatch_ms,
+        communication_ms=max(0.0, _total(spans, "forward", "backward", "communication") - sum(microbatch_ms)),
+        wait_ms=None,
+        optimizer_ms=_total(spans, "optimizer"),
+    )
+
+
+def _total(spans: Sequence[Span], *kinds: SpanKind) -> float:
+    return sum(span.duration_ms for span in spans if span.kind in kinds)
+
+
+def _all_ranks(value: T) -> list[T]:
+    """``value`` of every rank, in rank order."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
