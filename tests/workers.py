@@ -1,8 +1,8 @@
 """Run a function on N real processes joined by gloo, and get every rank's result (or its traceback) back.
 
-The processes are forked from a server that has torch imported already, so starting a set costs tens of milliseconds. Every worker ends
-with a barrier, a flush and ``os._exit``: a process that leaves through the interpreter's finalisation right after a gloo collective
-aborts in a few per cent of runs.
+The processes are forked from a server that has torch and megatron-core imported already, so starting a set costs tens of milliseconds.
+Every worker ends with a barrier, a flush and ``os._exit``: a process that leaves through the interpreter's finalisation right after a gloo
+collective aborts in a few per cent of runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "primus_odc.fsdp.engine"])
+# megatron-core takes seconds to import: once in the server, instead of once in every worker.
+_CONTEXT.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.tensor", "primus_odc.fsdp.engine", "primus_odc.megatron.model"]
+)
 
 
 class WorkerFailedError(AssertionError):
