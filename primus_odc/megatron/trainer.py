@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from primus_odc.config import ParsedComm, parse_odc
 from primus_odc.data import MinibatchStream, TokenDataset, build_dataset, build_tokenizer
-from primus_odc.errors import DataError, PlanError
+from primus_odc.errors import ConfigError, DataError, PlanError
 from primus_odc.experiment import Experiment
 from primus_odc.megatron.arm import Arm, Minibatch, MinibatchFactory, StepOutcome, evaluation_minibatches, policy_of
 from primus_odc.megatron.checkpoint import latest_step, load_checkpoint, save_checkpoint
@@ -59,7 +59,7 @@ class RunOptions:
         policy_of(comm.arm)
         cap = comm.odc.max_tokens_per_microbatch or params.get("seq_length")
         if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
-            raise DataError(f"seq_length is {cap!r}; it must be a whole number of at least 1, being the most tokens of a microbatch")
+            raise ConfigError([f"seq_length is {cap!r}; it must be a whole number of at least 1, being the most tokens of a microbatch"])
         cost_model = CostModel.from_config(comm.odc.cost_model)
         return cls(experiment=experiment, params=params, train=train, comm=comm, max_tokens=cap, cost_model=cost_model)
 
@@ -88,10 +88,11 @@ def train(options: RunOptions, device: torch.device, on_step: Callable[[Minibatc
         OdcError: anything wrong with configuration, data, checkpoint or a peer.
     """
     params, train = options.params, options.train
-    dataset = _dataset(options, "train")
-    stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
+    # The model first: reading the data may take long, and a wrong key of the model should not.
     vocab_size = train.padded_vocab_size(build_tokenizer(params).vocab_size)
     arm = Arm(params, options.comm, vocab_size, init_device_mesh(device.type, (dist.get_world_size(),)), device)
+    dataset = _dataset(options, "train")
+    stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
     first_step = _resume(train, arm, stream)
     validation = None
     if train.eval_interval is not None:

@@ -92,3 +92,26 @@ def check_between_steps(rank: int, world_size: int) -> list[float]:
 def test_evaluation_clipping_and_spans() -> None:
     losses = run_workers(check_between_steps, WORLD)[0]
     assert max(losses) - min(losses) <= 1e-5 * losses[0]
+
+
+def count_collectives(rank: int, world_size: int) -> dict[str, dict[str, int]]:
+    called: dict[str, dict[str, int]] = {}
+    for name in ARMS:
+        arm = make_arm(name, clip_grad=1.0)
+        minibatch = minibatch_of(arm, 0, MINIBATCHES[0])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            arm.train_step(minibatch)
+        called[name] = {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
+        arm.close()
+    return called
+
+
+def test_on_demand_has_one_collective_a_step_and_the_stock_arms_two_beside_those_of_fsdp2() -> None:
+    called = run_workers(count_collectives, WORLD)[0]
+    units = 1 + PARAMS["num_layers"]
+    microbatches = 2
+    for name in ("odc_pad", "odc_nopad"):
+        assert sum(called[name].values()) == 1, called[name]
+    # Forward and backward gather each block, and the root once; then the report and the norm.
+    assert sum(called["nccl_pad"].values()) == microbatches * (units + (units - 1) + units) + 2, called["nccl_pad"]
+    assert sum(called["nccl_zero2"].values()) == 2 * units + 2, called["nccl_zero2"]
