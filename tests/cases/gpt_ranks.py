@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,7 +17,7 @@ from primus_odc.fsdp.engine import Engine
 from primus_odc.megatron.microbatch import Microbatch
 from primus_odc.megatron.model import PackedGPT
 from primus_odc.megatron.sharding import mixed_precision, shard_gpt
-from tests.megatron.gpt_cases import CPU, QWEN2, make_model
+from tests.megatron.gpt_cases import CPU, QWEN2, VOCAB, make_model
 from tests.reference_gpt import reference_loss_and_gradients
 
 TOLERANCE = 1e-6
@@ -31,6 +32,20 @@ VERIFIED: dict[str, Any] = {"accumulate": "owner", "parameters": "reshard", "ver
 Assignment = Sequence[Sequence[Sequence[int]]]
 """[rank][microbatch] -> indices of samples; every sample once."""
 Gradients = dict[str, torch.Tensor]
+
+
+def make_samples(lengths: Sequence[int]) -> list[Sample]:
+    """Samples with a few frequent tokens, as in text, 60 % of them targets.
+
+    Gradients of frequent tokens add up. With all tokens alike they cancel, and fp32 itself is then not good to 1e-6 of what is left.
+    """
+    rng = np.random.default_rng(0)
+    samples = []
+    for i, length in enumerate(lengths):
+        mask = (rng.random(length) < 0.6) & (np.arange(length) > 0)
+        tokens = np.minimum(rng.geometric(0.4, length), VOCAB - 1).astype(np.int32)
+        samples.append(Sample(sample_id=f"s{i}", tokens=tokens, target_mask=mask))
+    return samples
 
 
 def reference_gradients(weights: Mapping[str, Any], samples: Sequence[Sample], params: Mapping[str, Any] = QWEN2) -> Gradients:

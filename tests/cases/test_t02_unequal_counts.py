@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import primus_odc
-from tests.cases.gpt_ranks import MODES, TOLERANCE, VERIFIED, reference_gradients, run_minibatch, sharded_gpt, worst_error
-from tests.megatron.gpt_cases import make_samples
+from tests.cases.gpt_ranks import MODES, TOLERANCE, VERIFIED, make_samples, reference_gradients, run_minibatch, sharded_gpt, worst_error
 from tests.workers import run_workers
 
 COUNTS = (3, 5)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import primus_odc
-from tests.cases.gpt_ranks import MODES, TOLERANCE, reference_gradients, run_minibatch, sharded_gpt, worst_error
-from tests.megatron.gpt_cases import QWEN2, make_samples
+from tests.cases.gpt_ranks import MODES, TOLERANCE, make_samples, reference_gradients, run_minibatch, sharded_gpt, worst_error
+from tests.megatron.gpt_cases import QWEN2
 from tests.workers import run_workers
 
 DRAWS = {2: 176, 3: 24}

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import primus_odc
-from tests.cases.gpt_ranks import MODES, TOLERANCE, reference_gradients, run_minibatch, sharded_gpt, worst_error
-from tests.megatron.gpt_cases import make_samples
+from tests.cases.gpt_ranks import MODES, TOLERANCE, make_samples, reference_gradients, run_minibatch, sharded_gpt, worst_error
 from tests.workers import run_workers
 
 # [step][rank] -> sizes of the microbatches, in copies of the sample.

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import primus_odc
 from primus_odc.planning import CostModel, plan_minibatch
-from tests.cases.gpt_ranks import MODES, TOLERANCE, reference_gradients, run_minibatch, sharded_gpt, worst_error
-from tests.megatron.gpt_cases import QWEN2, make_samples, relative_error
+from tests.cases.gpt_ranks import MODES, TOLERANCE, make_samples, reference_gradients, run_minibatch, sharded_gpt, worst_error
+from tests.megatron.gpt_cases import QWEN2, relative_error
 from tests.workers import run_workers
 
 RANKS = 8

@@ -55,7 +55,7 @@ def _minibatches(rank: int, world_size: int) -> set[int]:
     for mode in (*MODES, VERIFIED):
         model = shard(build_gpt(PARAMS, VOCAB, device=CPU))
         engine = primus_odc.attach(model, **mode)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for assignment in ASSIGNMENTS[world_size]:
             weights = {name: p.full_tensor().detach() for name, p in model.named_parameters() if isinstance(p, DTensor)}
             expected = reference_gradients(weights, samples, PARAMS)

@@ -15,8 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import primus_odc
-from tests.cases.gpt_ranks import MODES, TOLERANCE, VERIFIED, Gradients, full_gradients, reference_gradients, run_minibatch, sharded_gpt
-from tests.megatron.gpt_cases import make_samples, relative_error
+from tests.cases.gpt_ranks import (
+    MODES,
+    TOLERANCE,
+    VERIFIED,
+    Gradients,
+    full_gradients,
+    make_samples,
+    reference_gradients,
+    run_minibatch,
+    sharded_gpt,
+)
+from tests.megatron.gpt_cases import relative_error
 from tests.workers import run_workers
 
 LENGTHS = (9, 2, 17, 5, 3, 12)
@@ -29,7 +39,7 @@ def _gradients(rank: int, shape: tuple[int, ...], mode: dict[str, Any]) -> list[
     """Of every minibatch, the parameters moving between them, on a mesh of ``shape``."""
     samples = make_samples(LENGTHS)
     model, weights = sharded_gpt(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     engine = primus_odc.attach(model, **mode)
     found = []
     for assignment in ASSIGNMENTS:

@@ -20,9 +20,9 @@ from primus_odc.data.packing import pack_microbatch
 from primus_odc.data.samples import Sample
 from primus_odc.megatron.microbatch import Microbatch
 from primus_odc.megatron.model import PackedGPT
-from tests.cases.gpt_ranks import MODES, TOLERANCE, VERIFIED, Gradients, shard, worst_error
+from tests.cases.gpt_ranks import MODES, TOLERANCE, VERIFIED, Gradients, make_samples, shard, worst_error
 from tests.fsdp.checks import failures, run_checks
-from tests.megatron.gpt_cases import CPU, QWEN2, make_model, make_samples
+from tests.megatron.gpt_cases import CPU, QWEN2, make_model
 from tests.reference_gpt import reference_loss_and_gradients
 from tests.workers import run_workers
 
@@ -40,8 +40,8 @@ class _Adapted(nn.Module):
         super().__init__()
         self.base = base.requires_grad_(False)
         out, into = base.get_parameter("weight").shape
-        self.a = nn.ParameterList(torch.randn(RANK, into, generator=generator) * 0.3 for _ in range(adapters))
-        self.b = nn.ParameterList(torch.randn(out, RANK, generator=generator) * 0.3 for _ in range(adapters))
+        self.a = nn.ParameterList(torch.randn(RANK, into, generator=generator) * 0.1 for _ in range(adapters))
+        self.b = nn.ParameterList(torch.randn(out, RANK, generator=generator) * 0.1 for _ in range(adapters))
         self.in_use = 0
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
