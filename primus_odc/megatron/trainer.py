@@ -107,7 +107,7 @@ def train(options: RunOptions, device: torch.device, on_step: Callable[[Minibatc
             for step in range(first_step, train.train_iters):
                 minibatch = factory.get(step)
                 if step == first_step:
-                    _require_agreement(minibatch)
+                    _require_agreement(minibatch, dataset)
                 outcome = arm.train_step(minibatch)
                 collect()
                 if log is not None:
@@ -159,10 +159,10 @@ def _resume(train: TrainConfig, arm: Arm, stream: MinibatchStream) -> int:
     return step
 
 
-def _require_agreement(minibatch: Minibatch) -> None:
+def _require_agreement(minibatch: Minibatch, dataset: TokenDataset) -> None:
     """The first minibatch is compared before it runs: with another count on some rank, collectives would hang instead of failing."""
     digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, minibatch.digest)
+    dist.all_gather_object(digests, f"{dataset.fingerprint} {minibatch.digest}")
     if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise PlanError(
             f"step {minibatch.step}: ranks {different} hold another minibatch than rank 0; every rank needs the same data, "
@@ -245,19 +245,10 @@ def _line(outcome: StepOutcome, steps: int) -> str:
 
 
 def _summary(options: RunOptions, arm: Arm, dataset: TokenDataset) -> None:
+    """What is trained and how; the engine itself has told its modes and memory."""
     count = sum(p.numel() for p in arm.model.parameters())
     logger.info("arm %s on %d ranks: %s plan, cost model %s", arm.name, arm.world_size, arm.policy, options.cost_model.name)
     logger.info("model: %d parameters in %d FSDP2 units", count, arm.num_units)
-    if arm.engine is not None:
-        chosen = arm.engine.choices
-        nbytes = sum(arm.engine.memory.values())
-        logger.info(
-            "on demand: transport %s, accumulate %s, parameters %s, %.1f MiB a rank",
-            chosen.transport,
-            chosen.accumulate,
-            chosen.parameters,
-            nbytes / 2**20,
-        )
     logger.info("data: %s", dataset.summary())
     logger.info(
         "%d minibatches of %d samples; log: %s",

@@ -36,6 +36,7 @@ def assert_same(straight: Seen, other: Seen) -> None:
         assert expected is not None and loss == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.timeout(150)  # three sets of processes
 def test_resumed_runs_see_the_same_samples_and_losses(tmp_path: Path) -> None:
     write_dialogues(tmp_path / "dialogues.jsonl")
     straight, resumed, nothing_left = run_workers(straight_and_resumed, WORLD, tmp_path)[0]

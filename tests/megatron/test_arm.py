@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from primus_odc.data.samples import Sample
+from primus_odc.errors import OdcError, PlanError
 from primus_odc.megatron.arm import StepOutcome
 from primus_odc.report.timeline import SpanRecorder, compute_table, make_timeline
 from tests.megatron.arm_cases import ARMS, PARAMS, Reference, full, make_arm, minibatch_of, weights
@@ -92,6 +94,26 @@ def check_between_steps(rank: int, world_size: int) -> list[float]:
 def test_evaluation_clipping_and_spans() -> None:
     losses = run_workers(check_between_steps, WORLD)[0]
     assert max(losses) - min(losses) <= 1e-5 * losses[0]
+
+
+def check_refusals(rank: int, world_size: int) -> None:
+    for name in ("nccl_pad", "odc_nopad"):
+        arm = make_arm(name)
+        before = weights(arm)
+        # As long as on the other rank, so that collectives do not hang, but with other tokens.
+        with pytest.raises(PlanError, match=r"step 4: ranks \[1\] hold another minibatch than rank 0"):
+            arm.train_step(minibatch_of(arm, 4, make_samples((20, 20), seed=rank)))
+        assert all(torch.equal(w, before[parameter]) for parameter, w in weights(arm).items())
+        arm.optimizer.zero_grad()
+        with torch.no_grad():
+            arm.model.decoder.final_layernorm.weight.fill_(math.nan)
+        with pytest.raises(OdcError, match=r"step 5: the loss is nan, from ranks \[0, 1\]"):
+            arm.train_step(minibatch_of(arm, 5, make_samples((20, 20))))
+        arm.close()
+
+
+def test_different_minibatches_and_numbers_that_are_not_finite_stop_all_ranks() -> None:
+    run_workers(check_refusals, WORLD)
 
 
 def count_collectives(rank: int, world_size: int) -> dict[str, dict[str, int]]:
