@@ -1,0 +1,173 @@
+"""The comparison for real: the smoke configuration in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from primus_odc.errors import ConfigError
+from primus_odc.megatron.compare import run_comparison
+from primus_odc.megatron.compare_job import arm_params
+from primus_odc.report.ladder import free_ms, lockstep_ms
+from primus_odc.report.result import ComparisonResult
+from tests.megatron.test_local_ranks import ROOT, gone
+
+SMOKE = ROOT / "configs" / "smoke.yaml"
+STEPS, RANKS = 3, 2
+ARMS = ["nccl_pad", "nccl_zero2", "odc_pad", "odc_nopad"]
+
+
+def compare(folder: Path, *words: str, config: Path = SMOKE) -> subprocess.Popen[str]:
+    """``primus-odc compare`` in a process; everything it writes goes to ``folder``."""
+    arguments = [str(config), "--nproc", str(RANKS), "--output", str(folder / "out"), f"--data_cache_path={folder / 'cache'}", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "primus_odc", "compare", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of the children of a process."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 150) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[ComparisonResult, str, str]:
+    folder = tmp_path_factory.mktemp("smoke")
+    code, out, err = finish(compare(folder, "--steps", str(STEPS), "--arms", ",".join(ARMS)))
+    assert code == 0, err
+    page = (folder / "out" / "index.html").read_text()
+    return ComparisonResult.read(folder / "out" / "result.json"), out, page
+
+
+@pytest.mark.timeout(180)
+def test_result_is_complete(smoke: tuple[ComparisonResult, str, str]) -> None:
+    result, _, _ = smoke
+    assert [arm.arm for arm in result.arms] == ARMS
+    assert result.warmup_steps == 2 and result.steps == [2]
+    for arm in result.arms:
+        assert arm.world_size == RANKS and len(arm.ms_per_step) == STEPS
+        assert all(0 < share < 1 for share in arm.idle_fraction), arm.arm
+        assert arm.phases is not None and (arm.phases.wait_ms is None) == arm.arm.startswith("nccl")
+        assert arm.tokens == result.arms[0].tokens
+        assert [[len(row) for row in step] for step in arm.microbatch_ms or []] == arm.microbatches
+    assert result["odc_pad"].microbatches == result["nccl_pad"].microbatches
+    assert all(len(set(step)) == 1 for step in result["nccl_pad"].microbatches)
+    assert any(len(set(step)) > 1 for step in result["odc_nopad"].microbatches)
+    assert set(result.speedup) == set(ARMS) - {"nccl_pad"}
+    assert result.ideal_ms is not None and result.ideal_ms > 0 and len(result.ideal_ms_per_step or []) == STEPS
+    assert result.machine["collectives"] == "gloo" and result.config["hidden_size"] == 64 and result.seed == 1234
+
+
+def test_arms_agree(smoke: tuple[ComparisonResult, str, str]) -> None:
+    result, _, _ = smoke
+    assert set(result.agreement) == set(ARMS) - {"nccl_pad"}
+    assert max(result.agreement.values()) <= 1e-5
+    for arm in result.arms:
+        assert arm.grad_norm == pytest.approx(result["nccl_pad"].grad_norm, rel=1e-4)
+
+
+def test_ladder_comes_from_compute_times(smoke: tuple[ComparisonResult, str, str]) -> None:
+    result, _, _ = smoke
+    assert result.ladder is not None and result.ladder.split is not None
+    padded, balanced = result["odc_pad"].microbatch_ms, result["odc_nopad"].microbatch_ms
+    assert padded is not None and balanced is not None
+    assert result.ladder.split.lockstep_ms == pytest.approx(lockstep_ms(padded[2]))
+    assert result.ladder.split.free_balanced_ms == pytest.approx(free_ms(balanced[2]))
+
+
+def test_timelines_show_one_minibatch_of_every_arm(smoke: tuple[ComparisonResult, str, str]) -> None:
+    result, _, page = smoke
+    assert [timeline.arm for timeline in result.timelines] == ARMS
+    assert len({timeline.step for timeline in result.timelines}) == 1
+    for timeline in result.timelines:
+        kinds = {span.kind for span in timeline.spans}
+        assert {"forward", "backward", "communication", "optimizer"} <= kinds, timeline.arm
+        assert ("settle" in kinds) == timeline.arm.startswith("odc")
+        step = timeline.step
+        microbatches = {(span.rank, span.microbatch) for span in timeline.spans if span.microbatch is not None}
+        assert microbatches == {(rank, m) for rank, count in enumerate(result[timeline.arm].microbatches[step]) for m in range(count)}
+    assert "What every rank did in step" in page
+
+
+def test_terminal_says_it_all(smoke: tuple[ComparisonResult, str, str]) -> None:
+    _, out, _ = smoke
+    for words in ("ladder, ms per step", "removed waiting", "removed padding", "gloo", "of ideal", "agree", "written:"):
+        assert words in out or words in out.replace("\n  ", " ")
+
+
+def wait_for_step(process: subprocess.Popen[str]) -> list[str]:
+    """Lines of standard error until the first step is through."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    deadline = time.monotonic() + 120
+    while not any(line.startswith("step ") for line in lines):
+        line = process.stderr.readline()
+        assert line and time.monotonic() < deadline, "".join(lines)
+        lines.append(line)
+    return lines
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
+    process = compare(tmp_path, "--steps", "10000")
+    wait_for_step(process)
+    ranks = descendants(process.pid)
+    assert len(ranks) == RANKS
+    os.kill(ranks[1], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 2
+    assert "rank 1 was killed by SIGKILL" in err
+    assert all(gone(pid) for pid in ranks)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.timeout(180)
+def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
+    code, _, err = finish(compare(tmp_path, "--sft_dataset_name", str(tmp_path / "absent.jsonl")))
+    assert code == 2
+    assert "absent.jsonl" in err and "no such path" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [(["--train_itres", "3"], "train_iters"), (["--distributed_backend", "nccl"], "gloo"), (["odc.timeout=3"], "timeout_s")],
+)
+def test_wrong_keys_are_refused_before_any_process(overrides: Sequence[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        run_comparison(SMOKE, overrides=overrides, arms=ARMS, steps=1, nproc=2, command="")
+
+
+def test_no_launcher_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun"):
+        run_comparison(SMOKE, overrides=[], arms=ARMS, steps=1, nproc=2, command="")
+
+
+def test_an_arm_is_chosen_by_its_reporting_name() -> None:
+    params = {"lr": 1.0, "comm_backend": "odc_pad", "odc": {"timeout_s": 5, "baseline": "zero2"}}
+    assert arm_params(params, "nccl_localsort") == {"lr": 1.0, "comm_backend": "nccl_pad", "odc": {"timeout_s": 5, "baseline": "localsort"}}
+    assert arm_params(params, "odc_nopad") == {"lr": 1.0, "comm_backend": "odc_nopad", "odc": {"timeout_s": 5}}
+    assert params["odc"] == {"timeout_s": 5, "baseline": "zero2"}

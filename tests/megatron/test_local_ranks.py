@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from primus_odc.errors import OdcError
+from primus_odc.megatron import local_ranks
+from primus_odc.megatron.local_ranks import run_ranks
+
+PROGRAM = "tests.megatron.rank_program"
+ROOT = Path(__file__).parents[2]
+
+
+def pids(folder: Path, world_size: int) -> list[int]:
+    """Process ids of all ranks, once they run."""
+    deadline = time.monotonic() + 30
+    while not all((folder / f"pid{rank}").exists() for rank in range(world_size)):
+        assert time.monotonic() < deadline, "the ranks have not started"
+        time.sleep(0.02)
+    return [int((folder / f"pid{rank}").read_text()) for rank in range(world_size)]
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ended, within a few seconds; a zombie did."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def run(folder: Path, *words: str, silence_s: float = 30.0) -> list[str]:
+    lines: list[str] = []
+    run_ranks(PROGRAM, [str(folder), *words], 3, silence_s=silence_s, progress=lines.append)
+    return lines
+
+
+def test_progress_is_rank_0s_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run(tmp_path) == ["rank 0 speaks"]
+    assert all(gone(pid) for pid in pids(tmp_path, 3))
+
+
+@pytest.mark.parametrize(
+    ("fault", "who", "told"),
+    [("fail", 1, "rank 1 failed with exit status 3:\n  rank 1 speaks\n  the reason of it"), ("kill", 0, "rank 0 was killed by SIGKILL")],
+)
+def test_a_failed_rank_is_named_and_ends_the_others(
+    fault: str, who: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(local_ranks, "GRACE_S", 0.5)
+    with pytest.raises(OdcError) as error:
+        run(tmp_path, fault, str(who))
+    assert told in str(error.value)
+    other = 2
+    assert f"rank {other} did not end and was ended" in str(error.value)
+    assert all(gone(int(file.read_text())) for file in tmp_path.glob("pid*"))
+
+
+def test_silence_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(OdcError, match=r"made no progress for 3 s"):
+        run(tmp_path, "wait", "0", silence_s=3)
+    assert all(gone(int(file.read_text())) for file in tmp_path.glob("pid*"))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_the_process_that_started_them(sent: signal.Signals, tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom primus_odc.megatron.local_ranks import run_ranks\n"
+        f"run_ranks({PROGRAM!r}, [sys.argv[1], 'wait', '0'], 2, silence_s=60, progress=print)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ranks = pids(tmp_path, 2)
+    os.kill(parent.pid, sent)
+    assert parent.wait(timeout=30) != 0
+    assert all(gone(pid) for pid in ranks)
