@@ -65,8 +65,9 @@ def choose(config: OdcConfig, groups: Sequence[GroupSpec], mesh: Mesh) -> Choice
         budget = FREE_SHARE * available_memory() / mesh.world_size
         source = f"{FREE_SHARE:.0%} of the free memory, divided by {mesh.world_size} ranks"
     budget = min(mesh.exchange(budget))
-    local = sum(memory_bytes(groups, "local", mesh.world_size, RING_SLOTS).values())
-    owner = sum(memory_bytes(groups, "owner", mesh.world_size, RING_SLOTS).values())
+    verify = config.verify == "checksum"
+    local = sum(memory_bytes(groups, "local", RING_SLOTS, verify=verify).values())
+    owner = sum(memory_bytes(groups, "owner", RING_SLOTS, verify=verify).values())
     resident = sum(g.shards * g.shard_nbytes for g in groups)
     accumulate: Literal["local", "owner"]
     if config.accumulate == "auto":

@@ -89,12 +89,14 @@ class Engine:
             self._units: list[Unit] = find_units(model, self._mesh.shards)
             self.choices = choose(config, [u.spec for u in self._units], self._mesh)
             self._check_agreement(config)
-            self._heap = self._make_heap(config.timeout_s)
+            self._heap = self._make_heap(config)
         except BaseException:
             self._restore_communication()  # find_units leaves recorders behind
             raise
         specs = [u.spec for u in self._units]
-        topology = Topology(self._mesh.rank, self._mesh.world_size, self._mesh.peers, [s.name for s in specs], self._mesh.names)
+        topology = Topology(
+            self._mesh.rank, self._mesh.world_size, self._mesh.peers, self._mesh.owners, [s.name for s in specs], self._mesh.names
+        )
         self._gradients = GradientStore(self._units)
         self._plane = HostPlane(
             self._heap,
@@ -132,7 +134,7 @@ class Engine:
             raise ProtocolError(f"begin_minibatch(num_microbatches={num_microbatches}): a count cannot be negative")
         if self._protocol.state is State.SETTLED:
             self.publish()
-        with self._guard("begin_minibatch"):
+        with self._guard("begin_minibatch of all groups"):
             self._protocol.begin()
             self._reshard()  # an evaluation may have left modules unsharded, and with them out of reach what the user did to .grad
             self._gradients.adopt()
@@ -148,7 +150,7 @@ class Engine:
 
     def last_microbatch(self) -> None:
         """The next forward-backward is the last of this minibatch on this rank: its gradients may leave while it runs."""
-        with self._guard("last_microbatch"):
+        with self._guard("last_microbatch of all groups"):
             self._require_active("last_microbatch")
             self._tracker.close()
 
@@ -157,7 +159,7 @@ class Engine:
 
         Parameters without any gradient in the whole minibatch get zeros.
         """
-        with self._guard("settle"):
+        with self._guard("settle of all groups"):
             self._require_active("settle")
             self._tracker.end()
             run(self._heap, self._protocol.settle(self._heap.words.read))
@@ -167,7 +169,7 @@ class Engine:
 
         Needed by hand only after an edit outside the optimizer step (a load, an EMA swap) or to evaluate before the next minibatch.
         """
-        with self._guard("publish"):
+        with self._guard("publish of all groups"):
             run(self._heap, self._protocol.publish())
             if self._reference is not None:
                 self._compare_shards()
@@ -186,7 +188,7 @@ class Engine:
 
     def grad_norm(self, norm_type: float = 2.0) -> float:
         """Global gradient norm over all shards, from fp64 partial sums added in rank order; called on every rank after settle."""
-        with self._guard("grad_norm"):
+        with self._guard("grad_norm of all groups"):
             mine = self._gradients.local_power_sum(norm_type)
             parity = 0
 
@@ -220,7 +222,7 @@ class Engine:
         """
         if self._protocol.state is State.ACTIVE:
             self.settle()
-        with self._guard("detach"):
+        with self._guard("detach of all groups"):
             run(self._heap, self._protocol.close())
             if self._progress is not None:
                 self._progress.stop()
@@ -256,8 +258,7 @@ class Engine:
                 run(self._heap, self._protocol.reduce_local(group, contribution))
             else:
                 limit = self._plane.max_piece_numel(group)
-                for owner in range(self._mesh.world_size):
-                    row = owner % self._mesh.shards
+                for row, owner in enumerate(self._mesh.peers):
                     pieces = [(owner, piece) for piece in split_pieces(spec, contribution, row, limit)]
                     run(self._heap, self._protocol.reduce_owner(group, pieces))
             if spec.shards > 1:  # in a shard group of one, gradients come parameter by parameter: complete at settle
@@ -313,12 +314,11 @@ class Engine:
             module.set_custom_all_gather(NativeAllGather())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(NativeReduceScatter())  # type: ignore[arg-type]
 
-    def _make_heap(self, timeout_s: float) -> SymmetricHeap:
+    def _make_heap(self, config: OdcConfig) -> SymmetricHeap:
         specs, mesh, mode = [u.spec for u in self._units], self._mesh, self.choices.accumulate
-        self.memory = memory_bytes(specs, mode, mesh.world_size, RING_SLOTS)
-        plan = plan_arena(specs, mode, mesh.world_size, RING_SLOTS)
+        self.memory = memory_bytes(specs, mode, RING_SLOTS, verify=config.verify == "checksum")
         words = word_counts(len(specs), mode, mesh.world_size, mesh.shards)
-        return SymmetricHeap(mesh.rank, mesh.names, plan, words, mesh.exchange, timeout_s)
+        return SymmetricHeap(mesh.rank, mesh.names, plan_arena(specs, mode, RING_SLOTS), words, mesh.exchange, config.timeout_s)
 
     def _compare_shards(self) -> None:
         assert self._reference is not None
@@ -373,7 +373,7 @@ class Engine:
         try:
             if self._progress is not None:
                 self._progress.check()
-            self._heap.check(operation)
+            self._heap.check(f"{operation} (epoch {self._protocol.epoch})")
             yield
         except BaseException as error:
             self._heap.abort(f"{operation}: {error}")

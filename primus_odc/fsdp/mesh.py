@@ -46,6 +46,11 @@ class Mesh:
         return tuple(self.replica * self.shards + j for j in range(self.shards))
 
     @property
+    def owners(self) -> tuple[int, ...]:
+        """Heap ranks that own the same shard as this one, itself included, in replica order."""
+        return tuple(replica * self.shards + self.shard_index for replica in range(self.replicas))
+
+    @property
     def names(self) -> list[str]:
         """How the ranks are called in messages."""
         return [f"rank {r}" for r in self.global_ranks]

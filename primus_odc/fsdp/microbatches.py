@@ -87,7 +87,7 @@ class MicrobatchTracker:
         self._in_backward = False
         if not (self._active and torch.is_grad_enabled()):
             return
-        with self._guard("microbatch"):
+        with self._guard("forward of all groups"):
             self.microbatches += 1
             if self._announced is not None and self.microbatches > self._announced:
                 raise ProtocolError(

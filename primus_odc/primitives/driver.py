@@ -34,7 +34,7 @@ class ProgressThread:
         self._protocol = protocol
         self._stopping = threading.Event()
         self._error: BaseException | None = None
-        self._sources = [r for r in range(heap.world_size) if r != heap.rank]
+        self._sources = [r for r in protocol.t.peers if r != heap.rank]
         self._thread = threading.Thread(target=self._run, name="primus-odc-progress", daemon=True)
         self._thread.start()
         # A daemon thread that the interpreter stops inside a tensor operation aborts the process ("terminate called"), which would hide

@@ -69,24 +69,34 @@ class HostPlane:
         ]
         self._lock = threading.Lock()
         self._mode = mode
+        self._grads = [
+            [self._gradients(r, g) if mode == "local" or r in topology.replicas else torch.empty(0) for g in range(len(groups))]
+            for r in range(topology.ranks)
+        ]
         if mode == "local":
-            self._grads = [
-                [heap.view(r, heap.plan.regions[f"grads.{g}"]).view(s.sum_dtype).view(s.shards, s.grad_numel) for g, s in enumerate(groups)]
-                for r in range(topology.ranks)
-            ]
             self._unsharded = [UnshardedSum(s, self._grads[topology.rank][g]) for g, s in enumerate(groups)]
-            largest = max((s.grad_nbytes for s in groups), default=0)
-            self._scratch = torch.empty(largest, dtype=torch.uint8)
-            self._staging = torch.empty(largest if verify else 0, dtype=torch.uint8)
-            self._pulled = 0
-        else:
-            self._sums = [torch.zeros(s.grad_numel, dtype=s.sum_dtype) for s in groups]
+        self._summed_epoch = [0] * len(groups)
+        largest = max((s.grad_nbytes for s in groups), default=0)
+        self._scratch = torch.empty(largest, dtype=torch.uint8)
+        self._staging = torch.empty(largest if verify else 0, dtype=torch.uint8)
+        self._pulled = 0
+
+    def _gradients(self, rank: int, group: int) -> torch.Tensor:
+        """``[shards, grad_numel]`` (local mode: unsharded sums) or ``[1, grad_numel]`` (owner mode: accumulator) of any rank."""
+        spec = self.groups[group]
+        return (
+            self.heap.view(rank, self.heap.plan.regions[f"grads.{group}"])
+            .view(spec.sum_dtype)
+            .view(spec.shards if self._mode == "local" else 1, spec.grad_numel)
+        )
 
     def max_piece_numel(self, group: int) -> int:
         """Elements of ``group`` that fit one slot."""
         return self._piece_bytes // self.groups[group].sum_dtype.itemsize
 
     def publish_shard(self, group: int, epoch: int) -> None:
+        if self.groups[group].shards == 1:
+            return  # nobody gathers from a shard group of one
         mine = self._shards[self.t.rank][group]
         for i, p in enumerate(self.groups[group].params):
             local = self._read_shard_of(group, i)
@@ -115,12 +125,16 @@ class HostPlane:
         self._unsharded[group].add(contribution)
 
     def complete(self, group: int, epoch: int) -> None:
-        total = self._unsharded[group]
-        total.complete()
-        total.reset()
+        if self._mode == "local":
+            self._unsharded[group].complete()
+            self._unsharded[group].reset()
+        else:
+            with self._lock:
+                self._begin_sum(group, epoch)
         if self.verify:
-            for owner in range(self.groups[group].shards):
-                self.heap.words.put("grad_sum", checksum(total.buffer[owner], epoch), group * self.groups[group].shards + owner)
+            for row, sums in enumerate(self._grads[self.t.rank][group]):
+                owner = row if self._mode == "local" else self._shard
+                self.heap.words.put("grad_sum", checksum(sums, epoch), group * self.groups[group].shards + owner)
 
     def unsharded(self, group: int) -> torch.Tensor:
         """(local mode) This rank's own unsharded sum: ``[shards, grad_numel]``; complete between ``complete`` and the next epoch."""
@@ -128,7 +142,7 @@ class HostPlane:
 
     def pull(self, source: int, group: int, epoch: int) -> None:
         spec = self.groups[group]
-        theirs = self._grads[source][group][self._shard]
+        theirs = self._grads[source][group][self._shard if self._mode == "local" else 0]
         if self.verify:
             staging = self._staging[: spec.grad_nbytes].view(spec.sum_dtype)
             theirs = staging.copy_(theirs)
@@ -151,10 +165,19 @@ class HostPlane:
         header[:5] = epoch, group, offset, gradients.numel(), checksum(place, epoch) if self.verify else 0
         self.bytes_reduced += place.nbytes
 
-    def add_own(self, group: int, piece: Piece) -> None:
-        offset, gradients = piece
+    def add_own(self, group: int, epoch: int, piece: Piece) -> None:
+        self._add(group, epoch, *piece)
+
+    def _begin_sum(self, group: int, epoch: int) -> None:
+        """The first addition of an epoch starts from zero; held under the lock, since the progress thread adds too."""
+        if self._summed_epoch[group] != epoch:
+            self._summed_epoch[group] = epoch
+            self._grads[self.t.rank][group].zero_()
+
+    def _add(self, group: int, epoch: int, offset: int, gradients: torch.Tensor) -> None:
         with self._lock:
-            self._sums[group][offset : offset + gradients.numel()].add_(gradients)
+            self._begin_sum(group, epoch)
+            self._grads[self.t.rank][group][0, offset : offset + gradients.numel()].add_(gradients)
 
     def add_arrival(self, source: int, slot: int, epoch: int) -> None:
         header, payload = self._slot(self.t.rank, source, slot)
@@ -169,22 +192,16 @@ class HostPlane:
             what = f"{self.t.names[self.t.rank]}: gradients of group {spec.name} pushed by {self.t.names[source]} (epoch {epoch})"
             gradients = gradients.clone()
             check(gradients, epoch, crc, what)
-        with self._lock:
-            self._sums[group][offset : offset + numel].add_(gradients)
+        self._add(group, epoch, offset, gradients)
 
     def _slot(self, owner: int, source: int, slot: int) -> tuple[np.ndarray, torch.Tensor]:
-        ring = self.heap.view(owner, self.heap.plan.regions[f"ring.{source}"])
+        ring = self.heap.view(owner, self.heap.plan.regions[f"ring.{list(self.t.peers).index(source)}"])
         size = PIECE_HEADER_BYTES + self._piece_bytes
         piece = ring[slot * size : (slot + 1) * size]
         return piece[:PIECE_HEADER_BYTES].numpy().view(np.int64), piece[PIECE_HEADER_BYTES:]
 
     def deliver(self, group: int) -> None:
         spec = self.groups[group]
-        if self._mode == "owner":
-            total = self._sums[group]
-            self._deliver(group, total)
-            total.zero_()
-            return
         total = self._scratch[: spec.grad_nbytes].view(spec.sum_dtype)
         if not self._pulled:
             total.zero_()

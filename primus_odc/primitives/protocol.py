@@ -13,6 +13,7 @@ word                 writer  meaning
 ``done``             rank    this rank has finished epoch k: it will gather nothing and pull nothing of k any more
 ``ready[g]``         source  ``2k + 1``: gradients of group g of epoch k are complete; ``2k``: this rank has none
 ``final``            source  (owner mode) everything this rank pushes in epoch k has been pushed
+``summed``           owner   (owner mode) this rank's accumulators of epoch k are complete; replicas of its shards may read them
 ``head[o]``          source  (owner mode) pieces pushed into the ring at owner o so far
 ``tail[s]``          owner   (owner mode) pieces from source s added and their slots free again
 ``normed``           rank    number of scalar exchanges this rank has entered
@@ -24,10 +25,12 @@ Invariants:
 1. Shards of k stay unchanged from ``published = k`` until every rank has ``done >= k``.
 2. A source's gradient buffer stays unchanged from ``ready = 2k(+1)`` until the source's own publish(k+1) has returned, which waits for
    every ``done >= k``.
-3. An accumulator receives pieces of epoch k only between its reset and its owner's ``done = k``: a source can push pieces of k+1 only
-   after its publish(k+1), hence after that ``done``.
+3. An accumulator is unchanged from ``summed = k`` until every rank has ``done >= k``: a source can push pieces of k+1 only after its
+   publish(k+1), which waits for all of them. The first piece of an epoch overwrites, so nothing has to be reset in between.
 4. A word is stored only after the data it covers is complete and visible.
-5. Nobody waits for a peer inside a device stream; every wait is an effect of this file.
+5. Replicas of a shard (HSDP) add the same numbers in the same order, whatever arrived first: in ``owner`` mode sources push inside their
+   own shard group only, and the replicas' accumulators are then added in replica order by each of them. Else they would drift apart.
+6. Nobody waits for a peer inside a device stream; every wait is an effect of this file.
 
 State of a rank: PUBLISHED (gathers legal: training not begun, evaluation) -> begin -> ACTIVE (gathers and reductions) -> settle ->
 SETTLED (gathers refused: own parameters are about to change) -> publish -> PUBLISHED of the next epoch.
@@ -99,15 +102,16 @@ class DataPlane(Protocol):
         """(local mode) Add one reduction's gradients to this rank's unsharded buffer of ``group``."""
 
     def complete(self, group: int, epoch: int) -> None:
-        """(local mode) Make the buffer of ``group`` ready to be pulled: zero what received nothing."""
+        """Make this rank's buffer (local mode) or accumulator (owner mode) of ``group`` ready to be pulled: zero what received nothing."""
 
     def pull(self, source: int, group: int, epoch: int) -> None:
-        """(local mode) Add this rank's slice of the buffer of ``source`` to the sum of ``group``."""
+        """Add what ``source`` has for this rank's shard of ``group`` to the sum: its slice of the buffer of a source (local mode), the
+        accumulator of a replica (owner mode)."""
 
     def push(self, owner: int, slot: int, group: int, epoch: int, piece: Any) -> None:
         """(owner mode) Copy one piece into slot ``slot`` of the ring this rank has at ``owner``."""
 
-    def add_own(self, group: int, piece: Any) -> None:
+    def add_own(self, group: int, epoch: int, piece: Any) -> None:
         """(owner mode) Add a piece this rank owns itself straight to its accumulator."""
 
     def add_arrival(self, source: int, slot: int, epoch: int) -> None:
@@ -121,12 +125,14 @@ class DataPlane(Protocol):
 class Topology:
     """Who talks to whom.
 
-    ``ranks`` heap ranks in all (HSDP replicas included); ``peers`` the heap ranks of this rank's shard group in shard order.
+    ``ranks`` heap ranks in all (HSDP replicas included); ``peers`` the heap ranks of this rank's shard group in shard order; ``replicas``
+    those that own the same shard as this rank, this rank included, in replica order.
     """
 
     rank: int
     ranks: int
     peers: Sequence[int]
+    replicas: Sequence[int]
     groups: Sequence[str]
     names: Sequence[str]
 
@@ -158,7 +164,7 @@ class RankProtocol:
         k = self.epoch + 1
         self.state = State.SETTLED  # until the copy is complete a gather must not run
         for r in self._others():
-            yield Wait(r, "done", 0, k - 1, f"publish of epoch {k}")
+            yield Wait(r, "done", 0, k - 1, f"publish of all groups (epoch {k})")
         yield Do(self.plane.reshard)
         for g in range(len(self.t.groups)):
             yield Do(lambda g=g: self.plane.publish_shard(g, k))  # type: ignore[misc]
@@ -191,13 +197,14 @@ class RankProtocol:
         yield Do(lambda: self.plane.accumulate(group, contribution))
 
     def reduce_owner(self, group: int, pieces: Sequence[tuple[int, Any]]) -> Steps:
-        """(owner mode) Push ``(owner, piece)`` pairs; waits for a free slot, never for the owner's own progress."""
+        """(owner mode) Push ``(owner, piece)`` pairs to owners of the own shard group; waits for a free slot, never for the owner's own
+        progress."""
         self._require_reduce(group)
         self.has_data[group] = True
         k = self.epoch
         for owner, piece in pieces:
             if owner == self.t.rank:
-                yield Do(lambda piece=piece: self.plane.add_own(group, piece))  # type: ignore[misc]
+                yield Do(lambda piece=piece: self.plane.add_own(group, k, piece))  # type: ignore[misc]
                 continue
             head = self._heads[owner]
             yield Wait(owner, "tail", self.t.rank, head - self.slots + 1, f"push of group {self.t.groups[group]} (epoch {k})")
@@ -233,11 +240,18 @@ class RankProtocol:
                 yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
         else:
             yield Store("final", 0, k)
-            for source in self._others():
-                yield Wait(source, "final", 0, k, f"settle (epoch {k})")
-                pushed = read_word(source, "head", self.t.rank)
-                yield Wait(self.t.rank, "tail", source, pushed, f"settle of what {self.t.names[source]} pushed (epoch {k})")
+            for source in self._rotated(self.t.peers):
+                if source != self.t.rank:
+                    yield Wait(source, "final", 0, k, f"settle of all groups (epoch {k})")
+                    pushed, reason = read_word(source, "head", self.t.rank), f"adding what {self.t.names[source]} pushed"
+                    yield Wait(self.t.rank, "tail", source, pushed, f"settle of all groups ({reason}, epoch {k})")
             for g in range(len(self.t.groups)):
+                yield Do(lambda g=g: self.plane.complete(g, k))  # type: ignore[misc]
+            yield Store("summed", 0, k)
+            for g in range(len(self.t.groups)):
+                for owner in self.t.replicas:
+                    yield Wait(owner, "summed", 0, k, f"settle of group {self.t.groups[g]} (epoch {k})")
+                    yield Do(lambda r=owner, g=g: self.plane.pull(r, g, k))  # type: ignore[misc]
                 yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
         yield Store("done", 0, k)
         self.state = State.SETTLED

@@ -85,34 +85,39 @@ def piece_bytes(groups: Sequence[GroupSpec]) -> int:
     return align(min(max((g.grad_nbytes for g in groups), default=0), MAX_PIECE_BYTES))
 
 
-def memory_bytes(groups: Sequence[GroupSpec], mode: str, ranks: int, slots: int) -> dict[str, int]:
-    """What the engine adds to one rank's memory, by purpose (bytes).
+def memory_bytes(groups: Sequence[GroupSpec], mode: str, slots: int, *, verify: bool = False) -> dict[str, int]:
+    """What the engine adds to one rank's memory, by purpose (bytes); the first three lie in the arena.
 
     ``shards``: published copies, 1/S of the parameters in the compute dtype. ``gradients``: in ``local`` mode the unsharded sum
     (S x gradient shard), in ``owner`` mode the accumulator (one gradient shard). ``ring``: slots for arrivals, ``owner`` mode only.
-    ``grad``: the persistent ``.grad`` buffers; ``sum``: one gradient shard of scratch for the largest group.
+    ``grad``: the persistent ``.grad`` buffers. ``sum``: one gradient shard of scratch for the largest group, two with checksums.
     """
-    shards = sum(align(g.shard_nbytes) for g in groups)
-    grad = sum(g.grad_numel * g.grad_dtype.itemsize for g in groups)
-    scratch = max((g.grad_nbytes for g in groups), default=0)
-    if mode == "local":
-        gradients, ring = sum(align(g.shards * g.grad_nbytes) for g in groups), 0
-    else:
-        gradients, ring = sum(align(g.grad_nbytes) for g in groups), ranks * slots * (PIECE_HEADER_BYTES + piece_bytes(groups))
-    return {"shards": shards, "gradients": gradients, "ring": ring, "grad": grad, "sum": scratch}
+    gradients = sum(align(s) for s in _gradient_bytes(groups, mode))
+    largest = max((g.grad_nbytes for g in groups), default=0)
+    shards = max((g.shards for g in groups), default=1)
+    return {
+        "shards": sum(align(g.shard_nbytes) for g in groups),
+        "gradients": gradients,
+        "ring": shards * slots * (PIECE_HEADER_BYTES + piece_bytes(groups)) if mode == "owner" else 0,
+        "grad": sum(g.grad_numel * g.grad_dtype.itemsize for g in groups),
+        "sum": largest * (2 if verify else 1),
+    }
 
 
-def plan_arena(groups: Sequence[GroupSpec], mode: str, ranks: int, slots: int) -> ArenaPlan:
-    """Regions of one rank's arena: ``shard.g``, then ``grads.g`` (local mode) or ``ring.s`` per source (owner mode)."""
+def _gradient_bytes(groups: Sequence[GroupSpec], mode: str) -> list[int]:
+    return [g.grad_nbytes * (g.shards if mode == "local" else 1) for g in groups]
+
+
+def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int) -> ArenaPlan:
+    """Regions of one rank's arena: ``shard.g``, ``grads.g`` and, in owner mode, ``ring.j`` for the source with shard index j."""
     plan = ArenaPlan()
     for i, g in enumerate(groups):
         plan.add(f"shard.{i}", g.shard_nbytes)
-    for i, g in enumerate(groups):
-        if mode == "local":
-            plan.add(f"grads.{i}", g.shards * g.grad_nbytes)
+    for i, nbytes in enumerate(_gradient_bytes(groups, mode)):
+        plan.add(f"grads.{i}", nbytes)
     if mode == "owner":
-        for source in range(ranks):
-            plan.add(f"ring.{source}", slots * (PIECE_HEADER_BYTES + piece_bytes(groups)))
+        for j in range(max((g.shards for g in groups), default=1)):
+            plan.add(f"ring.{j}", slots * (PIECE_HEADER_BYTES + piece_bytes(groups)))
     return plan
 
 
@@ -120,5 +125,5 @@ def word_counts(groups: int, mode: str, ranks: int, shards: int) -> dict[str, in
     """Control words of the protocol (see :mod:`primus_odc.primitives.protocol`) and the payload words beside them."""
     words = {"published": 1, "done": 1, "ready": groups, "normed": 1, "scalar": 2, "shard_sum": groups, "grad_sum": groups * shards}
     if mode == "owner":
-        words |= {"final": 1, "head": ranks, "tail": ranks}
+        words |= {"final": 1, "summed": 1, "head": ranks, "tail": ranks}
     return words

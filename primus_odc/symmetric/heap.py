@@ -10,8 +10,11 @@ rank checks what it reads in both directions, so a wrong mapping or a stale view
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -37,6 +40,16 @@ def _heartbeat(words: Words) -> Callable[[], None]:
     # collector is off the segments of a closed heap would stay mapped.
     beats = itertools.count(1)
     return lambda: words.write("heartbeat", next(beats))
+
+
+def _leave_at_exit(reference: weakref.ref[PeerWatcher]) -> None:
+    """A script that simply ends has not died: its words and memory stay readable for slower ranks, which finish what they need of it.
+
+    After an uncaught exception (``sys.last_type``) nothing is said, so that the peers see a death at once.
+    """
+    watcher = reference()
+    if watcher is not None and getattr(sys, "last_type", None) is None:
+        watcher.stop(goodbye=True)
 
 
 class SymmetricHeap:
@@ -71,6 +84,7 @@ class SymmetricHeap:
         blocks = [s[: layout.nbytes].numpy().view(np.int64) for s in self._segments]
         self.words = Words(layout, blocks, rank)
         self._watcher = PeerWatcher(mesh.sockets, _heartbeat(self.words))
+        atexit.register(_leave_at_exit, weakref.ref(self._watcher))
         try:
             self._check_mapping()
         except BaseException as error:

@@ -133,6 +133,9 @@ def connect_host_mesh(rank: int, world_size: int, nbytes: int, exchange: Exchang
         while len(sockets) < world_size - 1:
             listener.settimeout(_left(deadline))
             sock, _ = listener.accept()
+            if _peer_uid(sock) != os.getuid():
+                sock.close()  # abstract addresses are open to every user of the host; only our own processes are peers
+                continue
             unknown.append(sock)
             sock.settimeout(_left(deadline))
             peer = _receive_hello(sock, descriptors, nbytes)
@@ -153,6 +156,12 @@ def connect_host_mesh(rank: int, world_size: int, nbytes: int, exchange: Exchang
     for descriptor in descriptors.values():
         os.close(descriptor)  # the mapping keeps the segment alive
     return HostMesh(segments, sockets)
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    """User of the process at the other end (``SO_PEERCRED``, unix(7))."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
 
 
 def _boot_id() -> str:

@@ -45,10 +45,11 @@ class PlaneRank:
         self.parameters: list[list[torch.Tensor]] = []
         self.grads: dict[int, torch.Tensor] = {}
         names = [f"rank {r}" for r in range(world_size)]
-        plan = plan_arena(self.groups, mode, world_size, slots)
+        owners = [self.shard + replica * self.shards for replica in range(replicas)]
+        plan = plan_arena(self.groups, mode, slots)
         words = word_counts(len(self.groups), mode, world_size, self.shards)
         self.heap = SymmetricHeap(rank, names, plan, words, exchange, timeout_s)
-        self.topology = Topology(rank, world_size, self.peers, [g.name for g in self.groups], names)
+        self.topology = Topology(rank, world_size, self.peers, owners, [g.name for g in self.groups], names)
         self.plane = HostPlane(
             self.heap,
             self.topology,
@@ -84,10 +85,9 @@ class PlaneRank:
             return
         numel = self.plane.max_piece_numel(group)
         pieces = [
-            (shard + replica * self.shards, piece)
-            for shard in range(self.shards)
+            (owner, piece)
+            for shard, owner in enumerate(self.peers)
             for piece in split_pieces(self.groups[group], contribution, shard, numel)
-            for replica in range(self.replicas)
         ]
         run(self.heap, self.protocol.reduce_owner(group, pieces))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Store, Topology, Wait
+from tests.primitives.scenario import Scenario, Step, make_steps
 
 TORN = "torn"
 MAX_DEPTH = 3
@@ -31,68 +32,6 @@ Pending = Callable[[], list[int]]
 
 class Violation(Exception):
     """The protocol let a rank see or lose something it must not."""
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What the ranks do. Everything per epoch is chosen from ``seed`` before the ranks start; the schedule has its own seed.
-
-    ``replicas`` shard groups of ``world_size // replicas`` ranks (HSDP). Counts of microbatches are 0 to ``max_count`` per rank.
-    """
-
-    world_size: int
-    mode: str
-    replicas: int = 1
-    groups: int = 2
-    slots: int = 2
-    epochs: int = 3
-    max_count: int = 3
-    seed: int = 0
-
-    @property
-    def shards(self) -> int:
-        return self.world_size // self.replicas
-
-    def peers(self, rank: int) -> range:
-        start = rank // self.shards * self.shards
-        return range(start, start + self.shards)
-
-    def owners(self, shard: int) -> list[int]:
-        """The ranks that own ``shard``, one in each replica."""
-        return [shard + replica * self.shards for replica in range(self.replicas)]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One epoch of a job: ``used[rank]`` lists for each microbatch the groups it uses; ``None`` is a publish without a minibatch."""
-
-    evaluations: tuple[int, ...]
-    used: tuple[tuple[tuple[int, ...], ...], ...] | None
-    early: tuple[bool, ...]
-    exchanges: int
-    resident: bool
-
-
-def make_steps(scenario: Scenario) -> list[Step]:
-    """The job: in about a third of the epochs some rank runs nothing, in a quarter nobody does (an extra publish)."""
-    rng, ranks = random.Random(scenario.seed), range(scenario.world_size)
-    steps = []
-    for _ in range(scenario.epochs):
-        used: list[tuple[tuple[int, ...], ...]] = []
-        for _ in ranks:
-            skipped = rng.choice((None, None, *range(scenario.groups)))
-            mine = [g for g in range(scenario.groups) if g != skipped]
-            used.append(tuple(tuple(g for g in mine if rng.random() < 0.8) for _ in range(rng.randint(0, scenario.max_count))))
-        steps.append(
-            Step(
-                evaluations=tuple(rng.choice((0, 0, 1, 2)) for _ in ranks),
-                used=None if rng.random() < 0.25 else tuple(used),
-                early=tuple(rng.random() < 0.7 for _ in ranks),
-                exchanges=rng.randint(0, 2),
-                resident=rng.random() < 0.3,
-            )
-        )
-    return steps
 
 
 class SimPlane:
@@ -143,31 +82,47 @@ class SimPlane:
         self._write(self.w.buffers, (self.rank, group), (tokens + contribution, False))
 
     def complete(self, group: int, epoch: int) -> None:
+        if self.w.scenario.mode == "owner":
+            sent, tokens = self.w.accumulators.get((self.rank, group), (0, []))
+            self._write(self.w.accumulators, (self.rank, group), (epoch, tokens if sent == epoch else []))
+            return
         tokens, _ = self.w.buffers[(self.rank, group)]
         self.fresh[group] = True
         self._write(self.w.buffers, (self.rank, group), (tokens, True))
 
     def pull(self, source: int, group: int, epoch: int) -> None:
         def then(found: Any) -> None:
+            if self.w.scenario.mode == "owner":
+                sent, tokens = found or (0, [])
+                if sent != epoch:
+                    raise Violation(f"rank {self.rank}: the accumulator {group} of {source} is of epoch {sent}, not {epoch}")
+                self.sums[group] += tokens
+                return
             tokens, complete = found or ([], False)
             if not complete:
                 raise Violation(f"rank {self.rank}: pulls group {group} of {source} in epoch {epoch} before it is complete")
             self.sums[group] += [t for t in tokens if t[4] == self.shard_index]
 
-        self._read(self.w.buffers, (source, group), f"gradients {group} of {source}", then)
+        cells = self.w.accumulators if self.w.scenario.mode == "owner" else self.w.buffers
+        self._read(cells, (source, group), f"gradients {group} of {source}", then)
+
+    def _add(self, group: int, epoch: int, piece: Token) -> None:
+        """The real plane adds under a lock, so two additions of one rank never interleave; a reader elsewhere is not locked out."""
+        sent, tokens = self.w.accumulators.get((self.rank, group), (0, []))
+        self.w.accumulators[(self.rank, group)] = (epoch, [*(tokens if sent == epoch else []), piece])
 
     def push(self, owner: int, slot: int, group: int, epoch: int, piece: Token) -> None:
         self._write(self.w.rings, (owner, self.rank, slot), (epoch, group, piece))
 
-    def add_own(self, group: int, piece: Token) -> None:
-        self.finish = lambda: self.sums[group].append(piece)
+    def add_own(self, group: int, epoch: int, piece: Token) -> None:
+        self.finish = lambda: self._add(group, epoch, piece)
 
     def add_arrival(self, source: int, slot: int, epoch: int) -> None:
         def then(found: Any) -> None:
             sent, group, piece = found
             if sent != epoch:
                 raise Violation(f"rank {self.rank}: a piece of epoch {sent} from {source} is added in epoch {epoch}")
-            self.sums[group].append(piece)
+            self._add(group, epoch, piece)
 
         self._read(self.w.rings, (self.rank, source, slot), f"slot {slot} of {source} at {self.rank}", then)
 
@@ -208,6 +163,7 @@ class World:
     shards: dict[Any, Any] = field(default_factory=dict)
     buffers: dict[Any, Any] = field(default_factory=dict)
     rings: dict[Any, Any] = field(default_factory=dict)
+    accumulators: dict[Any, Any] = field(default_factory=dict)
     scalars: dict[Any, Any] = field(default_factory=dict)
     words: defaultdict[tuple[int, str, int], int] = field(default_factory=lambda: defaultdict(int))
     delivered: list[tuple[int, int, Counter[Token]]] = field(default_factory=list)
@@ -222,7 +178,14 @@ class World:
         mains: list[Agent] = []
         for rank in range(scenario.world_size):
             plane = self.plane(self, rank)
-            topology = Topology(rank, scenario.world_size, list(scenario.peers(rank)), [f"g{g}" for g in range(scenario.groups)], names)
+            topology = Topology(
+                rank,
+                scenario.world_size,
+                list(scenario.peers(rank)),
+                scenario.owners(rank % scenario.shards),
+                [f"g{g}" for g in range(scenario.groups)],
+                names,
+            )
             protocol = self.protocol(topology, plane, scenario.mode, scenario.slots)
             mains.append(Agent(f"rank {rank}", rank_main(self, protocol, plane, steps), plane))
             if scenario.mode == "owner":
@@ -289,7 +252,7 @@ class World:
     def _progress(self, protocol: RankProtocol) -> Iterator[Effect | Pending]:
         """The owner's progress thread: serves a source that has pushed, any of them, and now and then one that has not."""
         me = protocol.t.rank
-        sources = [r for r in range(self.scenario.world_size) if r != me]
+        sources = [r for r in self.scenario.peers(me) if r != me]
         idle = IDLE_ROUNDS
 
         def pending() -> list[int]:
@@ -344,13 +307,13 @@ def unshard(protocol: RankProtocol, plane: SimPlane, group: int, resident: bool)
 
 
 def reduce(world: World, protocol: RankProtocol, rank: int, group: int, microbatch: int) -> Generator[Effect, None, None]:
-    """Gradients of one group from one backward, for every shard; in owner mode to the shard's owner in every replica."""
+    """Gradients of one group from one backward, for every shard; in owner mode to the shard's owner in the own replica."""
     scenario = world.scenario
     tokens = [(rank, protocol.epoch, group, microbatch, shard) for shard in range(scenario.shards)]
     if protocol.mode == "local":
         yield from protocol.reduce_local(group, tokens)
     else:
-        yield from protocol.reduce_owner(group, [(owner, token) for token in tokens for owner in scenario.owners(token[4])])
+        yield from protocol.reduce_owner(group, list(zip(protocol.t.peers, tokens, strict=True)))
 
 
 def exchange(world: World, protocol: RankProtocol, rank: int) -> Generator[Effect, None, None]:

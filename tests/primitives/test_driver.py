@@ -35,7 +35,13 @@ class RecordingHeap:
         self.log.append(("abort", message))
 
 
+class TwoPeers:
+    peers = (0, 1)
+
+
 class FailingProtocol:
+    t = TwoPeers
+
     def serve(self, read_word: Any, source: int) -> list[Any]:
         raise ArithmeticError(f"cannot serve {source}")
 
@@ -61,11 +67,13 @@ import time
 import torch
 from primus_odc.primitives.driver import ProgressThread
 from primus_odc.primitives.protocol import Do
-from tests.primitives.test_driver import RecordingHeap
+from tests.primitives.test_driver import RecordingHeap, TwoPeers
 
 accumulator = torch.zeros(1 << 22)
 
 class BusyProtocol:
+    t = TwoPeers
+
     def serve(self, read_word, source):
         for _ in range(20):
             yield Do(lambda: accumulator.add_(1.0))

@@ -63,7 +63,8 @@ def test_epochs_against_the_reference(name: str, whole: bool, monkeypatch: pytes
     parameters = [random_parameters(LAYOUT, generator) for _ in range(EPOCHS)]
     plan = make_plan(world_size, shards, seed=11, whole=whole)
 
-    def main(rank: PlaneRank) -> None:
+    def main(rank: PlaneRank) -> list[list[torch.Tensor]]:
+        settled = []
         rank.start_progress()
         for epoch in range(EPOCHS):
             rank.set_parameters(parameters[epoch])
@@ -82,10 +83,15 @@ def test_epochs_against_the_reference(name: str, whole: bool, monkeypatch: pytes
                     assert torch.equal(rank.grads[g], expected), (epoch, g)
                 else:
                     torch.testing.assert_close(rank.grads[g], expected, rtol=1e-5, atol=1e-5)
+            settled.append([rank.grads[g] for g in range(len(LAYOUT))])
         rank.close()
+        return settled
 
     with open_ranks(world_size, LAYOUT, **options) as ranks:
-        assert together(ranks, main) == [None] * world_size
+        settled = together(ranks, main)
+    for rank in range(shards, world_size):  # replicas hold the same bits, whatever arrived first
+        for mine, theirs in zip(settled[rank], settled[rank % shards], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_published_shards_have_the_compute_dtype_and_do_not_follow_the_parameters() -> None:

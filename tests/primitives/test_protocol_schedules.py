@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from primus_odc.errors import ProtocolError
 from primus_odc.primitives.protocol import Effect, RankProtocol, Steps, Store, Topology, Wait
-from tests.primitives.simulation import Scenario, SimPlane, Violation, explore
+from tests.primitives.scenario import Scenario
+from tests.primitives.simulation import SimPlane, Token, Violation, explore
 
 SCENARIOS = {
     "local-1": Scenario(1, "local"),
@@ -164,18 +165,24 @@ class ResetsAtBegin(RankProtocol):
 
 class ResettingPlane(SimPlane):
     def reset_sums(self) -> None:
-        self.sums = [[] for _ in self.sums]
+        for group in range(self.w.scenario.groups):
+            self.w.accumulators[(self.rank, group)] = (0, [])
 
-    def deliver(self, group: int) -> None:
-        super().deliver(group)
-        delivered, finish = self.sums[group], self.finish
-        assert finish is not None
 
-        def finish_and_keep() -> None:
-            finish()
-            self.sums[group] = delivered
+class KeepsOldSums(SimPlane):
+    """The first piece of an epoch does not start the accumulator anew."""
 
-        self.finish = finish_and_keep
+    def _add(self, group: int, epoch: int, piece: Token) -> None:
+        _, tokens = self.w.accumulators.get((self.rank, group), (0, []))
+        self.w.accumulators[(self.rank, group)] = (epoch, [*tokens, piece])
+
+
+class SummedBeforeArrivals(RankProtocol):
+    """Lets the replicas read the accumulators before they are complete."""
+
+    def settle(self, read_word: Callable[[int, str, int], int]) -> Steps:
+        yield Store("summed", 0, self.epoch)
+        yield from super().settle(read_word)
 
 
 class KeepsUnsharded(SimPlane):
@@ -200,9 +207,11 @@ MUTANTS: dict[str, tuple[Scenario, dict[str, Any]]] = {
     "head before the piece": (OWNER, {"protocol": HeadBeforePush}),
     "settle without waiting for arrivals": (OWNER, {"protocol": SettlesWithoutArrivals}),
     "settle without waiting for final": (OWNER, {"protocol": SettlesWithoutFinal}),
-    "serve reads done before head": (dataclasses.replace(OWNER, world_size=2, replicas=2), {"protocol": ServesDoneBeforeHead}),
+    "serve reads done before head": (dataclasses.replace(OWNER, world_size=2), {"protocol": ServesDoneBeforeHead}),
     "slots freed before they are added": (OWNER, {"protocol": FreesSlotsEarly}),
     "accumulator reset at begin": (OWNER, {"protocol": ResetsAtBegin, "plane": ResettingPlane}),
+    "accumulator never reset": (OWNER, {"plane": KeepsOldSums}),
+    "summed before arrivals": (dataclasses.replace(HSDP, mode="owner"), {"protocol": SummedBeforeArrivals}),
     "publish keeps unsharded parameters": (LOCAL, {"plane": KeepsUnsharded}),
     "exchange with one place": (dataclasses.replace(LOCAL, epochs=4), {"parities": lambda parity: 0}),
 }
@@ -227,7 +236,7 @@ class NoPlane:
 
 
 def alone(mode: str = "local") -> RankProtocol:
-    return RankProtocol(Topology(0, 1, [0], ["embedding"], ["rank 5"]), NoPlane(), mode)
+    return RankProtocol(Topology(0, 1, [0], [0], ["embedding"], ["rank 5"]), NoPlane(), mode)
 
 
 def run(steps: Generator[Effect, None, None] | Iterator[Effect]) -> list[Effect]:
