@@ -116,7 +116,7 @@ class Engine:
         self._reducers: list[ScatterAccumulate] = []
         self._install()
         self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)
-        self._stats: dict[str, Any] = self._counters()
+        self._stats: dict[str, Any] = self.totals()
         _ATTACHED[model] = self
         self._log()
         self.publish()
@@ -143,7 +143,7 @@ class Engine:
             if self._reference is not None:
                 self._reference.begin()
             self._tracker.begin(num_microbatches)
-            self._stats = self._counters()
+            self._stats = self.totals()
             if num_microbatches == 0:
                 for g in range(len(self._units)):
                     self._declare(g)
@@ -203,9 +203,22 @@ class Engine:
             return max(parts)
         return float(math.fsum(parts) ** (1.0 / norm_type))
 
+    @property
+    def rank(self) -> int:
+        """This rank's place in the mesh: replica * shards + shard index."""
+        return self._mesh.rank
+
+    def totals(self) -> dict[str, Any]:
+        """Since attach: ``waited_s`` (seconds by operation), ``bytes_gathered`` from other ranks, ``bytes_reduced`` (pulled or pushed)."""
+        return {
+            "waited_s": dict(self._heap.waited_s),
+            "bytes_gathered": self._plane.bytes_gathered,
+            "bytes_reduced": self._plane.bytes_reduced,
+        }
+
     def stats(self) -> dict[str, Any]:
-        """Since the last ``begin_minibatch``: ``waited_s`` by operation, ``bytes_gathered``, ``bytes_reduced``, ``microbatches``."""
-        now, before = self._counters(), self._stats
+        """Since the last ``begin_minibatch``: the same as :meth:`totals`, with ``epoch`` and this rank's ``microbatches``."""
+        now, before = self.totals(), self._stats
         waited = {k: v - before["waited_s"].get(k, 0.0) for k, v in now["waited_s"].items()}
         return {
             "epoch": self._protocol.epoch,
@@ -340,13 +353,6 @@ class Engine:
                 f"{differing} have another model layout or other options than {self._mesh.names[0]}; every rank must attach the same model "
                 "(parameters, requires_grad, sharding) with the same options"
             )
-
-    def _counters(self) -> dict[str, Any]:
-        return {
-            "waited_s": dict(self._heap.waited_s),
-            "bytes_gathered": self._plane.bytes_gathered,
-            "bytes_reduced": self._plane.bytes_reduced,
-        }
 
     def _require_active(self, operation: str) -> None:
         if self._protocol.state is not State.ACTIVE:

@@ -44,7 +44,7 @@ class MeteredEngine(Engine):
     @contextmanager
     def _timed(self, kind: SpanKind, operation: str = "") -> Iterator[None]:
         # The label names the rank: a one-sided transfer has no counterpart on the others.
-        label = operation and f"{operation} by rank {self._mesh.rank}"
+        label = operation and f"{operation} by rank {self.rank}"
         recorder = self._meter.recorder
         with self._meter.span(kind, label=label):
             if recorder is None:
@@ -59,9 +59,9 @@ class MeteredEngine(Engine):
 
     def bytes_moved(self) -> tuple[int, int]:
         """Parameter bytes gathered from other ranks and gradient bytes pulled or pushed, since the engine was made."""
-        counters = self._counters()
-        return counters["bytes_gathered"], counters["bytes_reduced"]
+        totals = self.totals()
+        return totals["bytes_gathered"], totals["bytes_reduced"]
 
     def _waited_s(self) -> float:
-        waited: float = sum(self._counters()["waited_s"].values())
+        waited: float = sum(self.totals()["waited_s"].values())
         return waited
