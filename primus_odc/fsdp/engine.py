@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import struct
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,12 +27,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from primus_odc.config import OdcConfig, parse_options
 from primus_odc.errors import ProtocolError, UnsupportedModelError
+from primus_odc.fsdp.binding import give_back, restore_collectives, take_over
 from primus_odc.fsdp.choices import GIB, RING_SLOTS, choose, require_available_transport
 from primus_odc.fsdp.gather import Into, OnDemandAllGather
 from primus_odc.fsdp.gradients import GradientStore
 from primus_odc.fsdp.mesh import Mesh, find_mesh
 from primus_odc.fsdp.microbatches import MicrobatchTracker
-from primus_odc.fsdp.native import NativeAllGather, NativeReduceScatter
 from primus_odc.fsdp.probe import Unit, find_units
 from primus_odc.fsdp.reduce import ScatterAccumulate
 from primus_odc.fsdp.verify import ReferenceCheck
@@ -41,6 +40,7 @@ from primus_odc.primitives.contribution import Contribution, split_pieces
 from primus_odc.primitives.driver import ProgressThread, run
 from primus_odc.primitives.host_plane import HostPlane
 from primus_odc.primitives.protocol import RankProtocol, State, Topology
+from primus_odc.primitives.scalar import exchange_scalar
 from primus_odc.primitives.spec import layout_digest, memory_bytes, plan_arena, word_counts
 from primus_odc.symmetric.heap import SymmetricHeap
 from primus_odc.versions import require_fsdp2
@@ -91,7 +91,7 @@ class Engine:
             self._check_agreement(config)
             self._heap = self._make_heap(config)
         except BaseException:
-            self._restore_communication()  # find_units leaves recorders behind
+            restore_collectives(self._modules)  # find_units leaves recorders behind
             raise
         specs = [u.spec for u in self._units]
         topology = Topology(
@@ -113,8 +113,9 @@ class Engine:
         self._reference = ReferenceCheck(self._mesh, specs) if config.verify == "reference" else None
         self._progress = ProgressThread(self._heap, self._protocol) if self.choices.accumulate == "owner" else None
         self._checked_epoch = [0] * len(specs)
-        self._reducers: list[ScatterAccumulate] = []
-        self._install()
+        self._reducers = [ScatterAccumulate(self, g, unit) for g, unit in enumerate(self._units)]
+        self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
+        take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)
         self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)
         self._stats: dict[str, Any] = self.totals()
         _ATTACHED[model] = self
@@ -162,6 +163,8 @@ class Engine:
         with self._guard("settle of all groups"):
             self._require_active("settle")
             self._tracker.end()
+            for reducer in self._reducers:
+                reducer.require_reduced()
             run(self._heap, self._protocol.settle(self._heap.words.read))
 
     def publish(self) -> None:
@@ -190,15 +193,7 @@ class Engine:
         """Global gradient norm over all shards, from fp64 partial sums added in rank order; called on every rank after settle."""
         with self._guard("grad_norm of all groups"):
             mine = self._gradients.local_power_sum(norm_type)
-            parity = 0
-
-            def put(place: int) -> None:
-                nonlocal parity
-                parity = place
-                self._heap.words.put("scalar", struct.unpack("=q", struct.pack("=d", mine))[0], place)
-
-            run(self._heap, self._protocol.exchange(put, "grad_norm"))
-            parts = [struct.unpack("=d", struct.pack("=q", self._heap.words.read(r, "scalar", parity)))[0] for r in self._mesh.peers]
+            parts = exchange_scalar(self._heap, self._protocol, mine, f"grad_norm of all groups (epoch {self._protocol.epoch})")
         if math.isinf(norm_type):
             return max(parts)
         return float(math.fsum(parts) ** (1.0 / norm_type))
@@ -239,7 +234,10 @@ class Engine:
             run(self._heap, self._protocol.close())
             if self._progress is not None:
                 self._progress.stop()
-            self._uninstall()
+            self._reshard()
+            give_back(self._modules, self._mesh.world_size, **self._how)
+            for handle in [*self._gradients.handles, *self._tracker.handles, *(h for r in self._reducers for h in r.handles)]:
+                handle.remove()
         self._heap.close()
         del _ATTACHED[self._model]
 
@@ -290,42 +288,6 @@ class Engine:
     def _reshard(self) -> None:
         for module in self._modules:
             module.reshard()
-
-    def _install(self) -> None:
-        for g, unit in enumerate(self._units):
-            reducer = ScatterAccumulate(self, g, unit)
-            self._reducers.append(reducer)
-            for module in unit.modules:
-                module.set_custom_all_gather(OnDemandAllGather(self, g, unit.spec))  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(reducer)  # type: ignore[arg-type]
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-        root = self._modules[0]
-        if self._mesh.replicate_group is not None:
-            root.set_requires_all_reduce(False)
-        if self.choices.parameters == "resident":
-            root.set_reshard_after_forward(False)
-            root.set_reshard_after_backward(False)
-
-    def _uninstall(self) -> None:
-        self._reshard()
-        root = self._modules[0]
-        if self.choices.parameters == "resident":
-            root.set_reshard_after_forward(True)
-            root.set_reshard_after_backward(True)
-        if self._mesh.replicate_group is not None:
-            root.set_requires_all_reduce(True)
-        self._restore_communication()
-        for module in self._modules:
-            module.set_gradient_divide_factor(float(self._mesh.world_size))  # FSDP2's default: the mean over all ranks
-            module.set_force_sum_reduction_for_comms(False)
-        for handle in [*self._gradients.handles, *self._tracker.handles, *(h for r in self._reducers for h in r.handles)]:
-            handle.remove()
-
-    def _restore_communication(self) -> None:
-        for module in self._modules:
-            module.set_custom_all_gather(NativeAllGather())  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(NativeReduceScatter())  # type: ignore[arg-type]
 
     def _make_heap(self, config: OdcConfig) -> SymmetricHeap:
         specs, mesh, mode = [u.spec for u in self._units], self._mesh, self.choices.accumulate

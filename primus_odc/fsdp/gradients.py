@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from primus_odc.errors import ProtocolError
+from primus_odc.errors import ProtocolError, UnsupportedModelError
 from primus_odc.fsdp.probe import Unit
 
 
@@ -40,6 +40,7 @@ class GradientStore:
             for u, grads in zip(units, self._grads, strict=True)
             for i, grad in grads.items()
         ]
+        self._hook_ids = {handle.id for handle in self.handles}
 
     @staticmethod
     def _views(unit: Unit, flat: torch.Tensor) -> dict[int, DTensor]:
@@ -62,10 +63,15 @@ class GradientStore:
         return discard
 
     def adopt(self) -> None:
-        """Take over gradients the user assigned: copy them into the buffers, so that the minibatch adds to them."""
+        """Take over gradients the user assigned: copy them into the buffers, so that the minibatch adds to them.
+
+        Raises:
+            UnsupportedModelError: a hook waits for a parameter's gradient in backward, where on demand there is none yet.
+        """
         for u, grads in zip(self._units, self._grads, strict=True):
             for i, grad in grads.items():
                 parameter = u.slots[i].sharded()
+                self._require_no_other_hook(u.spec.params[i].name, parameter)
                 if parameter.grad is not None and parameter.grad is not grad:
                     assert isinstance(parameter.grad, DTensor)
                     grad.to_local().copy_(parameter.grad.to_local())
@@ -102,6 +108,15 @@ class GradientStore:
         self._require_ours()
         for flat in self.flat.values():
             flat.mul_(factor)
+
+    def _require_no_other_hook(self, name: str, parameter: nn.Parameter) -> None:
+        # A private attribute, present in all tested versions and read only: torch has no public way to ask.
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if set(hooks) - self._hook_ids:
+            raise UnsupportedModelError(
+                f"parameter {name} has a hook of register_post_accumulate_grad_hook (an optimizer step or a norm inside backward?): on "
+                "demand its gradient is complete after settle() only, and the hook would see zeros. Remove it and do its work after settle()"
+            )
 
     def _require_ours(self) -> None:
         for u, grads in zip(self._units, self._grads, strict=True):

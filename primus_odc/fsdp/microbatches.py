@@ -2,9 +2,10 @@
 
 Chunked losses, unused units, two forwards before one backward and recomputation all change how often FSDP2 gathers and reduces. What
 is watched instead: a *microbatch* is one forward of the root module with gradients enabled; after the announced number of them (or
-after ``last_microbatch()``) the minibatch is *closing*, and a group is complete once every forward of its modules has been followed by
-a reduction and another group has been reduced since. What cannot be decided that way is complete at settle. If the guess is wrong after
-all, the late reduction is an error of the protocol, never a lost gradient.
+after ``last_microbatch()``) the minibatch is *closing*, and once the backward of the root's output runs, a group is complete when every
+forward of its modules has been followed by a reduction and another group has been reduced since. (Before that backward, heads may run
+forward and backward in turn, chunk by chunk.) What cannot be decided that way is complete at settle. If the guess is wrong after all, the
+late reduction is an error of the protocol, never a lost gradient.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class MicrobatchTracker:
         self._closing = False
         self._in_backward = False
         self._pending = [0] * len(units)
-        self._last_reduced: int | None = None
+        self._reduced: set[int] = set()
         self.microbatches = 0
         self.handles: list[RemovableHandle] = [
             root.register_forward_pre_hook(self._root_forward),
@@ -56,7 +57,7 @@ class MicrobatchTracker:
         self._active = True
         self._closing = self._in_backward = False
         self._pending = [0] * len(self._pending)
-        self._last_reduced = None
+        self._reduced.clear()
         self.microbatches = 0
 
     def end(self) -> None:
@@ -75,13 +76,17 @@ class MicrobatchTracker:
     def close(self) -> None:
         """The microbatch that begins now is the last."""
         self._closing = True
+        self._reduced.clear()  # only what is reduced from here on can be known to be complete
 
     def reduced(self, group: int) -> None:
         """``group`` has been reduced once more."""
         self._pending[group] -= 1
-        previous, self._last_reduced = self._last_reduced, group
-        if self._closing and previous is not None and previous != group and self._pending[previous] <= 0:
-            self._declare(previous)
+        self._reduced.add(group)
+        if self._closing and self._in_backward:
+            for g in sorted(self._reduced - {group}):
+                if self._pending[g] <= 0:
+                    self._declare(g)
+                    self._reduced.remove(g)
 
     def _root_forward(self, module: nn.Module, args: Any) -> None:
         self._in_backward = False

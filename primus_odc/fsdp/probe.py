@@ -112,7 +112,8 @@ def _probe(module: FSDPModule, slots: list[ParamSlot], shards: int) -> Unit | No
     unsharded: dict[str, nn.Parameter] = {}
     while True:
         module.unshard()
-        members = [s for s in slots if s.current() is not before[id(s)]]
+        # A parameter without elements has no place in the layout, and nothing to gather or reduce.
+        members = [s for s in slots if s.current() is not before[id(s)] and s.current().numel()]
         for s in members:
             unsharded[s.name] = s.current()
             if recorder.row_nbytes:

@@ -52,6 +52,19 @@ class ScatterAccumulate:
         self._arrived.clear()
         self._expects_output = False
 
+    def require_reduced(self) -> None:
+        """Refuse to settle while FSDP2 holds gradients it has not handed over; it would add them to the next minibatch.
+
+        Raises:
+            ProtocolError: naming the parameters.
+        """
+        if self._arrived:
+            names = [self._spec.params[i].name for i in sorted(self._arrived)]
+            raise ProtocolError(
+                f"group {self._spec.name}: FSDP2 holds gradients of {names} that it has not reduced: a backward pass did not finish, or "
+                "set_requires_gradient_sync(False) was in force in this rank's last microbatch"
+            )
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP2 asks for the flat input first and for the output second."""
         numel = prod(int(s) for s in size)

@@ -1,0 +1,58 @@
+"""Public FSDP2 setters: take a model's communication over, and give it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from primus_odc.fsdp.native import NativeAllGather, NativeReduceScatter
+from primus_odc.fsdp.probe import Unit
+
+
+def take_over(
+    modules: Sequence[FSDPModule],
+    units: Sequence[Unit],
+    gatherer: Callable[[int], Any],
+    reducer: Callable[[int], Any],
+    *,
+    hsdp: bool,
+    resident: bool,
+) -> None:
+    """Route every unit's communication through ``gatherer(unit)`` and ``reducer(unit)``; gradients are plain sums.
+
+    ``modules[0]`` is the root. Under HSDP FSDP2 keeps its hands off ``.grad`` and calls no all-reduce; with ``resident`` it frees no
+    parameter by itself.
+    """
+    for g, unit in enumerate(units):
+        for module in unit.modules:
+            module.set_custom_all_gather(gatherer(g))
+            module.set_custom_reduce_scatter(reducer(g))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    if hsdp:
+        modules[0].set_requires_all_reduce(False)
+    if resident:
+        modules[0].set_reshard_after_forward(False)
+        modules[0].set_reshard_after_backward(False)
+
+
+def restore_collectives(modules: Sequence[FSDPModule]) -> None:
+    """Give every module all-gather and reduce-scatter back."""
+    for module in modules:
+        module.set_custom_all_gather(NativeAllGather())  # type: ignore[arg-type]  # duck-typed: the base class is private
+        module.set_custom_reduce_scatter(NativeReduceScatter())  # type: ignore[arg-type]
+
+
+def give_back(modules: Sequence[FSDPModule], ranks: int, *, hsdp: bool, resident: bool) -> None:
+    """Undo :func:`take_over`: collectives, and FSDP2's default of taking the mean over all ``ranks``."""
+    restore_collectives(modules)
+    for module in modules:
+        module.set_gradient_divide_factor(float(ranks))
+        module.set_force_sum_reduction_for_comms(False)
+    if hsdp:
+        modules[0].set_requires_all_reduce(True)
+    if resident:
+        modules[0].set_reshard_after_forward(True)
+        modules[0].set_reshard_after_backward(True)
