@@ -109,13 +109,13 @@ class GradientStore:
         for flat in self.flat.values():
             flat.mul_(factor)
 
-    def _require_no_other_hook(self, name: str, parameter: nn.Parameter) -> None:
+    def _require_no_other_hook(self, name: str, parameter: torch.Tensor) -> None:
         # A private attribute, present in all tested versions and read only: torch has no public way to ask.
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         if set(hooks) - self._hook_ids:
             raise UnsupportedModelError(
                 f"parameter {name} has a hook of register_post_accumulate_grad_hook (an optimizer step or a norm inside backward?): on "
-                "demand its gradient is complete after settle() only, and the hook would see zeros. Remove it and do its work after settle()"
+                "demand its gradient is complete only after settle(), and the hook would see zeros. Remove it; do its work after settle()"
             )
 
     def _require_ours(self) -> None:
