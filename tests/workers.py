@@ -7,6 +7,7 @@ collective aborts in a few per cent of runs.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
@@ -57,8 +58,11 @@ def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeo
                 w.join(10)
         results, tracebacks = [], {}
         for r in range(world_size):
-            file = Path(folder) / f"result{r}"
-            ok, value = pickle.loads(file.read_bytes()) if file.exists() else (False, "no result: the process was killed or is stuck")
+            file, stack = Path(folder) / f"result{r}", Path(folder) / f"stack{r}"
+            if file.exists():
+                ok, value = pickle.loads(file.read_bytes())
+            else:
+                ok, value = False, "no result: the process was killed or stuck\n" + (stack.read_text() if stack.exists() else "")
             if ok:
                 results.append(value)
             else:
@@ -73,6 +77,8 @@ def _main(function: Callable[..., Any], rank: int, world_size: int, folder: str,
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    stack = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115  # stays open for the process's life
+    faulthandler.dump_traceback_later(0.9 * timeout_s, exit=True, file=stack)
     code = 0
     try:
         dist.init_process_group(
