@@ -63,8 +63,8 @@ class OdcConfig:
     Arms: odc_pad, odc_nopad."""
 
     memory_budget_gib: float | None = None
-    """What `auto` may spend on one rank for accumulators and resident parameters together. Unset: what is free on the device when the
-    engine is attached, less a reserve.
+    """What `auto` may spend on one rank for all the engine adds and resident parameters together. Unset: half of the memory that is free
+    when the engine is attached, divided by the ranks that share it.
     Unit: GiB per rank.
     Arms: odc_pad, odc_nopad."""
 
