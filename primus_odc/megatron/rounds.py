@@ -65,7 +65,7 @@ class RankStep:
     """One step of an arm as one rank saw it; milliseconds."""
 
     busy_ms: float
-    """Processor time outside waits and transfers."""
+    """Processor time outside waits and transfers, without that of empty buckets: padding is no work."""
     microbatch_ms: list[float]
     """Forward and backward of each microbatch. On demand: wall time less what is nested. Stock: processor time."""
     communication_ms: float
@@ -176,40 +176,46 @@ def _timed_step(arm: Arm, minibatch: Minibatch) -> ArmStep:
     outcome = arm.train_step(minibatch, recorder)
     end, used_s = time.perf_counter(), time.thread_time() - used_s
     busy_ms = 1e3 * (used_s - (arm.meter.exposed_cpu_s - exposed_s))
-    count = len(minibatch.microbatches)
-    seen = _on_demand(recorder, busy_ms, count) if arm.engine is not None else _stock(recorder, busy_ms, count)
+    samples = [len(bucket) for bucket in minibatch.plan.microbatches[arm.rank]] or [0] * len(minibatch.microbatches)
+    seen = _on_demand(recorder, busy_ms, samples) if arm.engine is not None else _stock(recorder, busy_ms, samples)
     reports = _all_ranks((start, end, seen))
     starts, ends, ranks = zip(*reports, strict=True)
     return ArmStep(ms=1e3 * (max(ends) - min(starts)), outcome=outcome, ranks=list(ranks))
 
 
-def _on_demand(recorder: SpanRecorder, busy_ms: float, count: int) -> RankStep:
+def _on_demand(recorder: SpanRecorder, busy_ms: float, samples: Sequence[int]) -> RankStep:
+    """``samples``: how many each microbatch holds."""
     rank = recorder.rank
     spans = exclusive_spans(recorder.take())
-    table = compute_table(Timeline(arm="", step=0, world_size=rank + 1, spans=spans))[rank]
+    table = compute_table(Timeline(arm="", step=0, world_size=rank + 1, spans=spans))[rank] or [0.0] * len(samples)
     return RankStep(
-        busy_ms=busy_ms,
-        microbatch_ms=table or [0.0] * count,
+        busy_ms=busy_ms - _padding(table, samples),
+        microbatch_ms=table,
         communication_ms=_total(spans, "communication", "settle", "publish"),
         wait_ms=_total(spans, "wait"),
         optimizer_ms=_total(spans, "optimizer"),
     )
 
 
-def _stock(recorder: ProcessorRecorder, busy_ms: float, count: int) -> RankStep:
+def _stock(recorder: ProcessorRecorder, busy_ms: float, samples: Sequence[int]) -> RankStep:
+    """``samples``: how many each microbatch holds."""
     used_s = recorder.used_s
     spans = recorder.take()
-    microbatch_ms = [0.0] * count
+    microbatch_ms = [0.0] * len(samples)
     for span, (before, after) in zip(spans, pairwise(used_s), strict=True):
         if span.microbatch is not None:
             microbatch_ms[span.microbatch] += 1e3 * (after - before)
     return RankStep(
-        busy_ms=busy_ms,
+        busy_ms=busy_ms - _padding(microbatch_ms, samples),
         microbatch_ms=microbatch_ms,
         communication_ms=max(0.0, _total(spans, "forward", "backward", "communication") - sum(microbatch_ms)),
         wait_ms=None,
         optimizer_ms=_total(spans, "optimizer"),
     )
+
+
+def _padding(microbatch_ms: Sequence[float], samples: Sequence[int]) -> float:
+    return sum(ms for ms, held in zip(microbatch_ms, samples, strict=True) if held == 0)
 
 
 def _total(spans: Sequence[Span], *kinds: SpanKind) -> float:
