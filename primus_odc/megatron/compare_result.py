@@ -122,8 +122,8 @@ def _notes(rounds: Sequence[Round], arms: Sequence[Arm], followed: str) -> list[
         f"{check_ideal(rounds, followed):.1e} relative.",
         "Idle is the share of a step in which a rank's thread did not use the processor for forward, backward or the optimizer; an empty "
         "bucket, which makes counts equal, is padding and counts as idle.",
-        "Timed steps of nccl arms ran without anything of ours inside FSDP2; the timeline is one minibatch run once more by every arm, with "
-        "all transfers on record.",
+        "Timed steps of nccl arms ran without anything of ours inside FSDP2; the timeline is one minibatch run once more by every arm, "
+        "with all transfers on record.",
     ]
     engine = next((arm.engine for arm in arms if arm.engine is not None), None)
     if engine is not None:
