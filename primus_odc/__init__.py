@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from primus_odc.fsdp.engine import Engine, attach
 
-__all__ = ["Engine", "attach", "__version__"]
+__all__ = ["Engine", "__version__", "attach"]
 
 
 def __getattr__(name: str) -> Any:

@@ -72,12 +72,17 @@ def build_dataset(
     samples = _tokenize(source, tokenizer, config.sft_conversation_format, config.sft_max_samples)
     cache = open_or_build(config.data_cache_path or workspace / "token_cache", parts, samples, title, cache_timeout_s)
     held_out = np.array([in_validation(sample_id, config.sft_validation_fraction) for sample_id in cache.ids])
-    rows = np.flatnonzero(held_out == (split == "validation"))
+    ours = held_out == (split == "validation")
+    long_enough = np.diff(cache.offsets) >= config.sft_min_tokens
+    rows = np.flatnonzero(ours & long_enough)
     if rows.size == 0:
         raise DataError(
             f"the {split} part of {source.name} is empty: {len(cache.ids)} samples with sft_validation_fraction "
-            f"{config.sft_validation_fraction:g}; change the fraction or give more samples"
+            f"{config.sft_validation_fraction:g} and sft_min_tokens {config.sft_min_tokens}; change these or give more samples"
         )
+    if rows.size < np.count_nonzero(ours):
+        left_out, of = np.count_nonzero(ours & ~long_enough), np.count_nonzero(ours)
+        _log.warning("%s: %d of %d samples left out: fewer than sft_min_tokens = %d tokens", split, left_out, of, config.sft_min_tokens)
     dataset = TokenDataset(cache, rows.tolist(), max_tokens if over_length == "truncate" else None)
     dataset.require_at_most(max_tokens)
     if dataset.truncated:

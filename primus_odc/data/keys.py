@@ -27,6 +27,7 @@ _OWN_SFT_KEYS = (
     "sft_dataset_split",
     "sft_stdlib_unit",
     "sft_max_samples",
+    "sft_min_tokens",
     "sft_validation_fraction",
 )
 _PRIMUS_SFT_KEYS = ("sft_bridge_compat_inline_bos", "sft_sanitize_nan_grads")
@@ -48,6 +49,8 @@ class DataConfig:
     """What one sample of ``stdlib`` is: ``definition`` (default) or ``file``."""
     sft_max_samples: int | None
     """Read only the first so many records of the source; all by default."""
+    sft_min_tokens: int
+    """Samples of fewer tokens are left out; 0 by default, which keeps all. How many were left out is reported."""
     sft_validation_fraction: float
     """Part of the samples, 0 to below 1, kept for validation, chosen by a hash of their ids; 0 by default."""
     tokenizer_type: TokenizerType
@@ -84,6 +87,9 @@ def parse_data(params: Mapping[str, Any]) -> DataConfig:
     limit = params.get("sft_max_samples")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         problems.append(f"sft_max_samples is {limit!r}; it must be a whole number of at least 1, or absent")
+    shortest = params.get("sft_min_tokens", 0)
+    if not isinstance(shortest, int) or isinstance(shortest, bool) or shortest < 0:
+        problems.append(f"sft_min_tokens is {shortest!r}; it must be a whole number of at least 0")
     fraction = params.get("sft_validation_fraction", 0.0)
     if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 <= fraction < 1:
         problems.append(f"sft_validation_fraction is {fraction!r}; it must be a number from 0 to below 1")
@@ -98,6 +104,7 @@ def parse_data(params: Mapping[str, Any]) -> DataConfig:
         sft_dataset_split=split or "train",
         sft_stdlib_unit=cast(Unit, unit),
         sft_max_samples=limit,
+        sft_min_tokens=shortest,
         sft_validation_fraction=float(fraction),
         tokenizer_type=cast(TokenizerType, tokenizer),
         tokenizer_model=model,

@@ -130,6 +130,7 @@ _DATA_KEYS = (
     "sft_dataset_split",
     "sft_stdlib_unit",
     "sft_max_samples",
+    "sft_min_tokens",
     "sft_validation_fraction",
     "tokenizer_type",
     "tokenizer_model",
@@ -243,7 +244,7 @@ IGNORED_KEYS = (
 KNOWN_KEYS = (*_LOOP_KEYS, *_OPTIMIZER_KEYS, *_MODEL_KEYS, *_DATA_KEYS, *_COMM_KEYS, *_FIXED)
 
 # Known keys whose value is a text even where it spells a number.
-_TEXT_KEYS = frozenset((*_DATA_KEYS, *_COMM_KEYS, "save", "load")) - {"sft_max_samples", "sft_validation_fraction"}
+_TEXT_KEYS = frozenset((*_DATA_KEYS, *_COMM_KEYS, "save", "load")) - {"sft_max_samples", "sft_min_tokens", "sft_validation_fraction"}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from primus_odc.experiment import Experiment
 from primus_odc.megatron.arm import Arm, Minibatch, MinibatchFactory, StepOutcome, evaluation_minibatches, policy_of
 from primus_odc.megatron.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from primus_odc.megatron.collector import collecting_between_steps
+from primus_odc.megatron.gpt_config import gpt_config
 from primus_odc.megatron.train_config import TrainConfig, parse_train
 from primus_odc.planning import CostModel
 from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, log_path
@@ -60,7 +61,7 @@ class RunOptions:
         cap = comm.odc.max_tokens_per_microbatch or params.get("seq_length")
         if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
             raise ConfigError([f"seq_length is {cap!r}; it must be a whole number of at least 1, being the most tokens of a microbatch"])
-        cost_model = CostModel.from_config(comm.odc.cost_model)
+        cost_model = CostModel.from_config(comm.odc.cost_model) if comm.odc.cost_model != "attention" else _flops(params)
         return cls(experiment=experiment, params=params, train=train, comm=comm, max_tokens=cap, cost_model=cost_model)
 
     def planning(self, arm: Arm, device: torch.device) -> dict[str, Any]:
@@ -74,6 +75,23 @@ class RunOptions:
             "device": device,
             "pad_empty_ranks": arm.pad_empty_ranks,
         }
+
+
+def _flops(params: Mapping[str, Any]) -> CostModel:
+    """``cost_model: attention``: the FLOPs of the model's layers. Its head is left out: only target positions reach it."""
+    described = gpt_config(params, vocab_size=1)
+    config = described.transformer
+    return CostModel.from_model_shape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups or config.num_attention_heads,
+        vocab_size=0,
+        kv_channels=config.kv_channels,
+        gated_mlp=config.gated_linear_unit,
+        recompute=described.recomputed_layers == config.num_layers,
+    )
 
 
 def train(options: RunOptions, device: torch.device, on_step: Callable[[Minibatch, StepOutcome], None] | None = None) -> None:

@@ -100,8 +100,11 @@ class HostPlane:
         mine = self._shards[self.t.rank][group]
         for i, p in enumerate(self.groups[group].params):
             local = self._read_shard_of(group, i)
-            place = mine[p.shard_offset : p.shard_offset + p.local_numel * p.gather_dtype.itemsize].view(p.gather_dtype)
-            place.copy_(local.detach().reshape(-1))
+            place = mine[p.shard_offset : p.shard_offset + p.local_numel * p.gather_dtype.itemsize]
+            if p.shard_offset % p.gather_dtype.itemsize:  # behind parameters of a narrower dtype
+                place.copy_(local.detach().to(p.gather_dtype).reshape(-1).view(torch.uint8))
+            else:
+                place.view(p.gather_dtype).copy_(local.detach().reshape(-1))
         if self.verify:
             self.heap.words.put("shard_sum", checksum(mine, epoch), group)
 

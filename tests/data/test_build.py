@@ -68,6 +68,17 @@ def test_error_names_the_sample_the_cap_and_both_ways_out(chat: Path, tmp_path: 
         assert part in str(error.value)
 
 
+def test_short_samples_are_left_out_and_counted(chat: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = build(chat, tmp_path)
+    shortest = int(np.median(whole.lengths))
+    with caplog.at_level(logging.WARNING):
+        kept = build(chat, tmp_path, sft_min_tokens=shortest)
+    assert sorted(kept.ids) == sorted(i for i, n in zip(whole.ids, whole.lengths, strict=True) if n >= shortest)
+    assert f"{40 - len(kept)} of 40 samples left out" in caplog.text
+    with pytest.raises(DataError, match="sft_min_tokens 100000"):
+        build(chat, tmp_path, sft_min_tokens=100_000)
+
+
 def test_truncate_keeps_the_first_tokens_and_reports(chat: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = build(chat, tmp_path)
     with caplog.at_level(logging.WARNING):

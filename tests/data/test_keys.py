@@ -47,6 +47,7 @@ def test_values(key: str, value: Any, expected: Any) -> None:
         ("sft_conversation_format", "alpaca", "allowed: messages, openai, chatml, plain, text"),
         ("sft_stdlib_unit", "fil", "did you mean file?"),
         ("sft_max_samples", 0, "sft_max_samples is 0; it must be a whole number of at least 1"),
+        ("sft_min_tokens", -1, "sft_min_tokens is -1; it must be a whole number of at least 0"),
         ("sft_max_samples", True, "sft_max_samples is True"),
         ("sft_validation_fraction", 1, "sft_validation_fraction is 1; it must be a number from 0 to below 1"),
         ("sft_validation_fraction", "0.1", "sft_validation_fraction is '0.1'"),

@@ -32,6 +32,8 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
+    blocks: Any  # nn.ModuleList, indexed as whatever a test put there
+
     def __init__(self, width: int = 7, depth: int = 3) -> None:
         super().__init__()
         self.embed = nn.Linear(5, width)

@@ -29,6 +29,12 @@ def _backward(model: Tiny, step: int, index: int) -> None:
     loss_of(model, x, y, rows(step, COUNTS)).backward()
 
 
+MODES: tuple[dict[str, Any], ...] = (
+    {"accumulate": "local", "parameters": "reshard"},
+    {"accumulate": "owner", "parameters": "resident"},
+)
+
+
 def _train(model: Tiny, backward: Step = _backward, *, count: int | None = None, steps: int = 2, **options: Any) -> Iterator[int]:
     """Settle ``steps`` minibatches, yielding after each; the parameters do not change."""
     engine = primus_odc.attach(model, **options)
@@ -46,7 +52,7 @@ def _train(model: Tiny, backward: Step = _backward, *, count: int | None = None,
 
 
 def _matches(model: Tiny, whole: nn.Module, backward: Step = _backward, limit: float = 1e-6, **options: Any) -> None:
-    for mode in ({"accumulate": "local", "parameters": "reshard"}, {"accumulate": "owner", "parameters": "resident"}):
+    for mode in MODES:
         for step in _train(model, backward, **options, **mode):
             assert worst_relative_error(model, reference_gradients(whole, step, COUNTS)) <= limit
 
@@ -114,7 +120,8 @@ def different_microbatches_use_different_modules() -> None:
         (F.mse_loss(model(x.to(p.dtype), uses, norm), y.to(p.dtype), reduction="sum") / rows(step, COUNTS)).backward()
 
     model = shard(_branches())
-    for options in ({"accumulate": "local"}, {"accumulate": "owner"}, {"verify": "reference"}):
+    modes: tuple[dict[str, Any], ...] = (*MODES, {"verify": "reference"})
+    for options in modes:
         for step in _train(model, lambda m, s, i: backward(m, s, dist.get_rank(), i), **options):
             whole = _branches().double()
             for r, n in enumerate(COUNTS):
@@ -145,7 +152,7 @@ def a_module_one_rank_never_uses() -> None:
 
 def several_modules_in_one_unit() -> None:
     model = tiny_model()
-    fully_shard([model.blocks[0], model.blocks[1]])  # type: ignore[arg-type]
+    fully_shard([model.blocks[0], model.blocks[1]])
     fully_shard(model)
     _matches(model, tiny_model())
 
@@ -274,7 +281,7 @@ def chunked_loss_with_the_head_as_its_own_unit() -> None:
         hidden.backward(leaf.grad)
 
     model = tiny_model()
-    model.forward = lambda x: _hidden(model, x)  # type: ignore[method-assign, assignment]
+    model.forward = lambda x: _hidden(model, x)  # type: ignore[method-assign]
     fully_shard(model.head)
     shard(model)
     _matches(model, tiny_model(), backward)
