@@ -47,7 +47,7 @@ from primus_odc.versions import require_fsdp2
 
 logger = logging.getLogger("primus_odc")
 
-_ATTACHED: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+_ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def attach(model: nn.Module, **options: Any) -> Engine:
@@ -118,7 +118,7 @@ class Engine:
         take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)
         self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)
         self._stats: dict[str, Any] = self.totals()
-        _ATTACHED[model] = self
+        _ATTACHED.add(model)
         self._log()
         self.publish()
 
@@ -239,7 +239,7 @@ class Engine:
             for handle in [*self._gradients.handles, *self._tracker.handles, *(h for r in self._reducers for h in r.handles)]:
                 handle.remove()
         self._heap.close()
-        del _ATTACHED[self._model]
+        _ATTACHED.discard(self._model)
 
     # What the hooks call -------------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ A unit whose shard group has one rank is never reduced by FSDP2; there the hook 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -94,16 +95,16 @@ class ScatterAccumulate:
         self._engine.reduce(self._group, Contribution(input_tensor.view(self._spec.shards, -1), params))
 
     def _hook(self, index: int) -> Any:
+        # The hook lives in the tensor, out of the garbage collector's sight: through ``self`` it would keep the engine for ever.
         if self._spec.shards > 1:
-
-            def arrived(parameter: nn.Parameter) -> None:
-                self._arrived.add(index)
-
-            return arrived
+            arrived = self._arrived
+            return lambda parameter: arrived.add(index)
+        reference = weakref.ref(self)
 
         def take(parameter: nn.Parameter) -> None:
+            reducer = reference()
+            assert reducer is not None and parameter.grad is not None
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            self._engine.reduce(self._group, Contribution(gradient.reshape(1, -1), (index,)))
+            reducer._engine.reduce(reducer._group, Contribution(gradient.reshape(1, -1), (index,)))
 
         return take

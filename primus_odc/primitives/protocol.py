@@ -305,7 +305,7 @@ class RankProtocol:
             raise ProtocolError(
                 f"{self.t.names[self.t.rank]}: gradients of group {self.t.groups[group]} arrived after the group was declared complete in "
                 f"epoch {self.epoch}: more backward passes ran than begin_minibatch(num_microbatches=...) announced, or a microbatch is "
-                "not one forward of the root module; pass num_microbatches=None and call last_microbatch() before the last one"
+                "not one forward and one backward of the root module; pass num_microbatches=None and do not call last_microbatch()"
             )
 
     def _require(self, operation: str, *states: State) -> None:

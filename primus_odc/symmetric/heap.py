@@ -10,7 +10,6 @@ rank checks what it reads in both directions, so a wrong mapping or a stale view
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import sys
 import time
@@ -42,14 +41,12 @@ def _heartbeat(words: Words) -> Callable[[], None]:
     return lambda: words.write("heartbeat", next(beats))
 
 
-def _leave_at_exit(reference: weakref.ref[PeerWatcher]) -> None:
-    """A script that simply ends has not died: its words and memory stay readable for slower ranks, which finish what they need of it.
+def _leave(watcher: PeerWatcher) -> None:
+    """End a heap that was dropped or whose script simply ended: its words and memory stay readable for slower ranks.
 
-    After an uncaught exception (``sys.last_type``) nothing is said, so that the peers see a death at once.
+    After an uncaught exception (``sys.last_type``) no goodbye is said, so that the peers see a death at once.
     """
-    watcher = reference()
-    if watcher is not None and getattr(sys, "last_type", None) is None:
-        watcher.stop(goodbye=True)
+    watcher.stop(goodbye=getattr(sys, "last_type", None) is None)
 
 
 class SymmetricHeap:
@@ -84,7 +81,7 @@ class SymmetricHeap:
         blocks = [s[: layout.nbytes].numpy().view(np.int64) for s in self._segments]
         self.words = Words(layout, blocks, rank)
         self._watcher = PeerWatcher(mesh.sockets, _heartbeat(self.words))
-        atexit.register(_leave_at_exit, weakref.ref(self._watcher))
+        weakref.finalize(self, _leave, self._watcher)  # also at interpreter exit
         try:
             self._check_mapping()
         except BaseException as error:

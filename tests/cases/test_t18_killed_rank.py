@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 10.0
 
 
 def _start(folder: Path, mode: str) -> list[subprocess.Popen[str]]:
@@ -58,7 +58,7 @@ def test_the_others_end_and_name_it(tmp_path: Path, mode: str, how: signal.Signa
         assert len(_leftovers(sockets)) >= 4  # the check below can see them
         start = time.monotonic()
         workers[1].send_signal(how)
-        outputs = [workers[r].communicate(timeout=2 * TIMEOUT_S)[1] for r in (0, 2)]
+        outputs = [workers[r].communicate(timeout=4 * TIMEOUT_S)[1] for r in (0, 2)]
         if how is signal.SIGKILL:
             assert time.monotonic() - start < TIMEOUT_S  # noticed as a death, not waited for
         for r, text in zip((0, 2), outputs, strict=True):

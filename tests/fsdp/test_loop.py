@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -55,8 +58,9 @@ def evaluation_with_any_count_per_rank() -> None:
                 x, _ = microbatch(step, dist.get_rank(), i)
                 torch.testing.assert_close(model(x), whole(x), rtol=1e-5, atol=1e-6)
         _run(engine, model, step)
+        grads = _full_grads(model)
         for name, expected in reference_gradients(whole, step, COUNTS).items():
-            assert relative_error(_full_grads(model)[name], expected) <= 1e-6, name
+            assert relative_error(grads[name], expected) <= 1e-6, name
         optimizer.step()
         optimizer.zero_grad()
     engine.detach()
@@ -100,21 +104,24 @@ def gradient_buffers_persist() -> None:
 
 
 def clipping_equals_torch() -> None:
+    model = shard(tiny_model())
+    engine = primus_odc.attach(model)
     for norm_type in (2.0, 1.0, 3.0, float("inf")):
         for max_norm in (0.01, 1e9):
-            model = shard(tiny_model())
-            engine = primus_odc.attach(model)
             _run(engine, model, 0)
             whole = tiny_model().double()
+            before = _full_grads(model)
             for name, p in whole.named_parameters():
-                p.grad = _full_grads(model)[name].double()
+                p.grad = before[name].double()
             expected = clip_grad_norm_(whole.parameters(), max_norm, norm_type)
             norm = engine.clip_grad_norm_(max_norm, norm_type)
             torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0.0)
+            after = _full_grads(model)
             for name, p in whole.named_parameters():
                 assert p.grad is not None
-                assert relative_error(_full_grads(model)[name], p.grad) <= 1e-6, (norm_type, max_norm, name)
-            engine.detach()
+                assert relative_error(after[name], p.grad) <= 1e-6, (norm_type, max_norm, name)
+            model.zero_grad()
+    engine.detach()
 
 
 def norms_of_what_is_not_finite() -> None:
@@ -140,8 +147,9 @@ def edited_parameters_are_published() -> None:
         model.load_state_dict(other.state_dict(), assign=assign)
         engine.publish()
         _run(engine, model, 0)
+        grads = _full_grads(model)
         for name, expected in reference_gradients(tiny_model(seed), 0, COUNTS).items():
-            assert relative_error(_full_grads(model)[name], expected) <= 1e-6, name
+            assert relative_error(grads[name], expected) <= 1e-6, name
         model.zero_grad()
     engine.publish()
     engine.publish()  # several in a row are several empty epochs
@@ -155,16 +163,18 @@ def detached_model_trains_natively_and_can_be_attached_again() -> None:
         engine = primus_odc.attach(model, **options)
         whole = _whole(model)
         _run(engine, model, step)
+        grads = _full_grads(model)
         for name, expected in reference_gradients(whole, step, COUNTS).items():
-            assert relative_error(_full_grads(model)[name], expected) <= 1e-6, name
+            assert relative_error(grads[name], expected) <= 1e-6, name
         optimizer.step()
         optimizer.zero_grad()
         engine.detach()
         whole = _whole(model)
         x, y = microbatch(step, dist.get_rank(), 0)
         loss_of(model, x, y, rows(step, [1, 1])).backward()  # collectives; FSDP2 takes the mean over two ranks
+        grads = _full_grads(model)
         for name, expected in reference_gradients(whole, step, [1, 1]).items():
-            assert relative_error(2 * _full_grads(model)[name], expected) <= 1e-6, name
+            assert relative_error(2 * grads[name], expected) <= 1e-6, name
         optimizer.step()
         optimizer.zero_grad()
 
@@ -177,8 +187,9 @@ def detaching_settles_first() -> None:
         x, y = microbatch(0, dist.get_rank(), i)
         loss_of(model, x, y, rows(0, COUNTS)).backward()
     engine.detach()
+    grads = _full_grads(model)
     for name, expected in reference_gradients(tiny_model(), 0, COUNTS).items():
-        assert relative_error(_full_grads(model)[name], expected) <= 1e-6, name
+        assert relative_error(grads[name], expected) <= 1e-6, name
 
 
 @contextlib.contextmanager
@@ -224,6 +235,20 @@ def deterministic_is_bit_identical() -> None:
     assert all(torch.equal(runs[0][k], run[k]) for run in runs[1:] for k in run)
 
 
+def a_dropped_engine_is_freed() -> None:
+    threads = threading.active_count()
+    for _ in range(3):
+        model = shard(tiny_model())
+        engine = primus_odc.attach(model)
+        dist.barrier()
+        reference = weakref.ref(engine)
+        del model, engine
+        gc.collect()
+        assert reference() is None
+        dist.barrier()
+    assert threading.active_count() == threads  # the watchers have ended too
+
+
 def memory_is_what_the_formula_says() -> None:
     for options in ({"accumulate": "local"}, {"accumulate": "owner"}):
         model = shard(tiny_model())
@@ -265,8 +290,9 @@ def two_models_on_two_halves() -> None:
         x, y = microbatch(0, me, i)
         loss_of(model, x, y, rows(0, counts)).backward()
     engine.settle()
+    grads = _full_grads(model)
     for name, expected in reference_gradients(tiny_model(dist.get_rank() % 2), 0, counts).items():
-        assert relative_error(_full_grads(model)[name], expected) <= 1e-6, name
+        assert relative_error(grads[name], expected) <= 1e-6, name
     engine.detach()
 
 
@@ -299,6 +325,7 @@ ON_TWO = {
         no_collective_in_a_step,
         deterministic_is_bit_identical,
         memory_is_what_the_formula_says,
+        a_dropped_engine_is_freed,
     )
 }
 ON_FOUR = {f.__name__: f for f in (strided_groups, permuted_group, two_models_on_two_halves, replicas_agree_bit_for_bit)}

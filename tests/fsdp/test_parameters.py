@@ -242,7 +242,7 @@ def mixed_precision_equals_stock() -> None:
 
     def backward(model: nn.Module, index: int) -> None:
         x, y = microbatch(0, dist.get_rank(), index)
-        loss_of(model, x.bfloat16(), y, rows(0, equal)).backward()
+        loss_of(model, x.bfloat16(), y.bfloat16(), rows(0, equal)).backward()
 
     stock = shard(tiny_model(), mp_policy=policy)
     for i in range(2):

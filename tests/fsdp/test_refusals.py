@@ -158,12 +158,12 @@ def _unfreeze_after_attach() -> None:
 
 def an_error_on_one_rank_ends_the_others_with_its_reason() -> None:
     model, engine = _attached()
+    engine.begin_minibatch(1)
+    _backward(model)
     dist.barrier()
     if dist.get_rank() == 0:
-        _refused(lambda: _one_microbatch_too_many(model, engine), ProtocolError, "announced 1")
+        _refused(lambda: _backward(model), ProtocolError, "announced 1")
     else:
-        engine.begin_minibatch(1)
-        _backward(model)
         _refused(engine.settle, PeerError, "rank 0 aborted", "announced 1")
         _refused(engine.publish, PeerError, "this rank failed before")
 
