@@ -78,6 +78,7 @@ def _main(function: Callable[..., Any], rank: int, world_size: int, folder: str,
 
     torch.set_num_threads(1)
     stack = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115  # stays open for the process's life
+    faulthandler.enable(file=stack)
     faulthandler.dump_traceback_later(0.9 * timeout_s, exit=True, file=stack)
     code = 0
     try:

@@ -84,7 +84,8 @@ class PeerWatcher:
             return
         self._stopping.set()
         os.write(self._wake_w, b"x")
-        self._thread.join(timeout=10 * HEARTBEAT_S)
+        if threading.current_thread() is not self._thread:  # the garbage collector may run, and end a dropped heap, in any thread
+            self._thread.join(timeout=30)
         for sock in self._sockets.values():
             if goodbye:
                 # A peer that is gone already makes the send fail: there is nobody left to say goodbye to.

