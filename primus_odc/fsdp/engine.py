@@ -192,6 +192,11 @@ class Engine:
     def grad_norm(self, norm_type: float = 2.0) -> float:
         """Global gradient norm over all shards, from fp64 partial sums added in rank order; called on every rank after settle."""
         with self._guard("grad_norm of all groups"):
+            if self._protocol.state is State.ACTIVE:
+                raise ProtocolError(
+                    f"{self._mesh.names[self._mesh.rank]}: the gradients of epoch {self._protocol.epoch} are not there yet: call settle() "
+                    "first; norms and clipping belong between settle() and zero_grad()"
+                )
             mine = self._gradients.local_power_sum(norm_type)
             parts = exchange_scalar(self._heap, self._protocol, mine, f"grad_norm of all groups (epoch {self._protocol.epoch})")
         if math.isinf(norm_type):

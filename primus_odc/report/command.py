@@ -19,6 +19,7 @@ from primus_odc.report.table import render_table
 
 ARMS = ("nccl_pad", "nccl_localsort", "nccl_zero2", "odc_pad", "odc_nopad")
 DEFAULT_OUTPUT = Path("output/compare")
+FROM_LOGS_OUTPUT = Path("output/compare_logs")
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,8 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-logs", nargs=2, type=Path, metavar=("A", "B"), help="compare two finished runs: their folders or steps.jsonl files"
     )
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=f"where to write (default: {DEFAULT_OUTPUT})")
+    where = f"where to write (default: {DEFAULT_OUTPUT}, {FROM_LOGS_OUTPUT} with --from-logs)"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=where)
     parser.add_argument("--arms", metavar="LIST", help=f"comma-separated, of {', '.join(ARMS)} (default: nccl_pad,odc_pad,odc_nopad)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of every arm (default: train_iters of the experiment)")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this host (default: the smaller of cores and 4)")
@@ -56,9 +58,10 @@ def run_compare(args: argparse.Namespace) -> int:
         module = importlib.import_module("primus_odc.megatron.compare")
         run_comparison = cast(Callable[..., ComparisonResult], module.run_comparison)
         result = run_comparison(args.config, overrides=args.overrides, arms=arms, steps=args.steps, nproc=args.nproc, command=command)
-    write_report(result, args.output)
+    output: Path = args.output or (DEFAULT_OUTPUT if args.from_logs is None else FROM_LOGS_OUTPUT)
+    write_report(result, output)
     sys.stdout.write(render_table(result))
-    sys.stdout.write(f"\nwritten: {args.output / 'result.json'}, {args.output / 'index.html'}\n")
+    sys.stdout.write(f"\nwritten: {output / 'result.json'}, {output / 'index.html'}\n")
     # Finished runs may differ on purpose, in their learning rates for instance; arms run side by side may not.
     problems = disagreements(result) if args.from_logs is None else []
     for problem in problems:
