@@ -36,7 +36,8 @@ modules:
 ```
 
 On a command line the same keys read `--comm_backend odc_nopad --odc.timeout_s 300`. Numbers may be given as text, `null` means the
-default. All mistakes in them are reported at once, before anything starts. A key without effect under the chosen `comm_backend` is accepted, so
+default. All mistakes in them are reported at once, before anything starts. A key without effect under the chosen
+`comm_backend` is accepted, so
 that one file serves all arms; a contradiction is refused: `baseline` under another backend than `nccl_pad`, and `deterministic: true`
 with `accumulate: owner`.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -21,15 +21,6 @@ TokenizerType = Literal["byte", "rwkv", "HuggingFaceTokenizer"]
 _FORMATS: dict[str, Template] = {"messages": "messages", "openai": "messages", "chatml": "messages", "plain": "plain", "text": "text"}
 _TOKENIZERS: dict[str, TokenizerType] = {name: name for name in get_args(TokenizerType)}
 _UNITS: dict[str, Unit] = {name: name for name in get_args(Unit)}
-_OWN_SFT_KEYS = (
-    "sft_dataset_name",
-    "sft_conversation_format",
-    "sft_dataset_split",
-    "sft_stdlib_unit",
-    "sft_max_samples",
-    "sft_min_tokens",
-    "sft_validation_fraction",
-)
 _PRIMUS_SFT_KEYS = ("sft_bridge_compat_inline_bos", "sft_sanitize_nan_grads")
 
 
@@ -61,6 +52,10 @@ class DataConfig:
     """For ``HuggingFaceTokenizer``: spelling of the token that ends a document, where no ``tokenizer_config.json`` says it."""
     data_cache_path: Path | None
     """Folder of the token caches; below the experiment's workspace by default."""
+
+
+DATA_KEYS: tuple[str, ...] = tuple(field.name for field in fields(DataConfig))
+_OWN_SFT_KEYS = tuple(key for key in DATA_KEYS if key.startswith("sft_"))
 
 
 def parse_data(params: Mapping[str, Any]) -> DataConfig:

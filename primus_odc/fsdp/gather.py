@@ -10,13 +10,14 @@ FSDP2 hands over the whole output with this rank's own shard already in place. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from primus_odc.errors import ProtocolError
+from primus_odc.fsdp.native import OrdinaryMemory
 from primus_odc.primitives.spec import GroupSpec
 
 if TYPE_CHECKING:
@@ -28,16 +29,13 @@ Into = Callable[[int], list[Destination]]
 """Heap rank of an owner -> where the parts of its shard go."""
 
 
-class OnDemandAllGather:
+class OnDemandAllGather(OrdinaryMemory):
     """Implements torch's ``AllGather`` interface (``FSDPModule.set_custom_all_gather``), duck-typed."""
 
     def __init__(self, engine: Engine, group: int, spec: GroupSpec) -> None:
         self._engine = engine
         self._group = group
         self._spec = spec
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
         rows = output_tensor.view(group.size(), -1).view(torch.uint8)

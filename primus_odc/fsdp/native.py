@@ -16,12 +16,14 @@ all_gather_single: Callable[..., dist.Work | None] = getattr(dist, "all_gather_s
 reduce_scatter_single: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Allocate:
+class OrdinaryMemory:
+    """The ``allocate`` of torch's ``Comm`` interface, in memory nobody shares."""
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class NativeAllGather(_Allocate):
+class NativeAllGather(OrdinaryMemory):
     """The all-gather FSDP2 does by default."""
 
     def __call__(
@@ -30,7 +32,7 @@ class NativeAllGather(_Allocate):
         return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class NativeReduceScatter(_Allocate):
+class NativeReduceScatter(OrdinaryMemory):
     """The reduce-scatter FSDP2 does by default."""
 
     def __call__(

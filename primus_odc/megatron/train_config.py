@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from primus_odc._config_keys import IN_TREE_KEYS
 from primus_odc._config_values import describe, nearest
+from primus_odc.data.keys import DATA_KEYS
 from primus_odc.errors import ConfigError
 
 _LOOP_KEYS = (
@@ -124,19 +125,6 @@ _MODEL_KEYS = (
     "init_method_xavier_uniform",
     "distribute_saved_activations",
 )
-_DATA_KEYS = (
-    "sft_dataset_name",
-    "sft_conversation_format",
-    "sft_dataset_split",
-    "sft_stdlib_unit",
-    "sft_max_samples",
-    "sft_min_tokens",
-    "sft_validation_fraction",
-    "tokenizer_type",
-    "tokenizer_model",
-    "tokenizer_eos_token",
-    "data_cache_path",
-)
 _COMM_KEYS = ("comm_backend", "odc")
 
 # key -> (accepted values, why nothing else); an absent key is accepted.
@@ -241,10 +229,10 @@ IGNORED_KEYS = (
 )
 """Keys of Primus and Megatron without an effect on what this trainer computes."""
 
-KNOWN_KEYS = (*_LOOP_KEYS, *_OPTIMIZER_KEYS, *_MODEL_KEYS, *_DATA_KEYS, *_COMM_KEYS, *_FIXED)
+KNOWN_KEYS = (*_LOOP_KEYS, *_OPTIMIZER_KEYS, *_MODEL_KEYS, *DATA_KEYS, *_COMM_KEYS, *_FIXED)
 
 # Known keys whose value is a text even where it spells a number.
-_TEXT_KEYS = frozenset((*_DATA_KEYS, *_COMM_KEYS, "save", "load")) - {"sft_max_samples", "sft_min_tokens", "sft_validation_fraction"}
+_TEXT_KEYS = frozenset((*DATA_KEYS, *_COMM_KEYS, "save", "load")) - {"sft_max_samples", "sft_min_tokens", "sft_validation_fraction"}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -60,7 +60,8 @@ class HostPlane:
         self.reshard = reshard
         self._read_shard_of = read_shard_of
         self._deliver = deliver
-        self._shard = list(topology.peers).index(topology.rank)
+        self._shard_of = {rank: shard for shard, rank in enumerate(topology.peers)}
+        self._shard = self._shard_of[topology.rank]
         self._slots = slots
         self._piece_bytes = piece_bytes(groups)
         self._shards = [
@@ -198,7 +199,7 @@ class HostPlane:
         self._add(group, epoch, offset, gradients)
 
     def _slot(self, owner: int, source: int, slot: int) -> tuple[np.ndarray, torch.Tensor]:
-        ring = self.heap.view(owner, self.heap.plan.regions[f"ring.{list(self.t.peers).index(source)}"])
+        ring = self.heap.view(owner, self.heap.plan.regions[f"ring.{self._shard_of[source]}"])
         size = PIECE_HEADER_BYTES + self._piece_bytes
         piece = ring[slot * size : (slot + 1) * size]
         return piece[:PIECE_HEADER_BYTES].numpy().view(np.int64), piece[PIECE_HEADER_BYTES:]
