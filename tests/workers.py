@@ -36,15 +36,17 @@ class WorkerFailedError(AssertionError):
         super().__init__(f"exit codes {codes}\n" + "\n".join(f"--- rank {r} ---\n{t}" for r, t in sorted(tracebacks.items())))
 
 
-def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 50.0) -> list[Any]:
-    """``[function(rank, world_size, *args) for every rank]``, each in its own process with gloo initialised.
+def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 50.0, gpu: bool = False) -> list[Any]:
+    """``[function(rank, world_size, *args) for every rank]``, each in its own process with gloo initialised, with ``gpu`` NCCL too and a
+    GPU each.
 
     Raises:
         WorkerFailedError: some worker raised, died or did not end in time; all are ended then.
     """
     with tempfile.TemporaryDirectory() as folder:
         workers = [
-            _CONTEXT.Process(target=_main, args=(function, r, world_size, folder, args, timeout_s), daemon=True) for r in range(world_size)
+            _CONTEXT.Process(target=_main, args=(function, r, world_size, folder, args, timeout_s, gpu), daemon=True)
+            for r in range(world_size)
         ]
         for w in workers:
             w.start()
@@ -72,7 +74,9 @@ def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeo
         return results
 
 
-def _main(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...], timeout_s: float) -> None:
+def _main(
+    function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...], timeout_s: float, gpu: bool
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -82,8 +86,14 @@ def _main(function: Callable[..., Any], rank: int, world_size: int, folder: str,
     faulthandler.dump_traceback_later(0.9 * timeout_s, exit=True, file=stack)
     code = 0
     try:
+        if gpu:
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+            "cpu:gloo,cuda:nccl" if gpu else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
         )
         outcome = (True, function(rank, world_size, *args))
         dist.barrier()

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from primus_odc.config import OdcConfig
 from primus_odc.errors import ConfigError
 from primus_odc.fsdp.mesh import Mesh
@@ -19,55 +21,67 @@ from primus_odc.symmetric.host import available_memory
 RING_SLOTS = 4
 """Pieces a source may have under way to one owner (``accumulate: owner``)."""
 FREE_SHARE = 0.5
-"""Without ``memory_budget_gib``, ``auto`` may spend this share of the free memory, divided by the ranks of the host."""
+"""Without ``memory_budget_gib``, ``auto`` may spend this share of a rank's free memory."""
 
 GIB = 2**30
+
+Transport = Literal["host", "symm_mem"]
 
 
 @dataclass(frozen=True)
 class Choices:
     """The resolved options, equal on all ranks; ``reason`` explains what ``auto`` decided."""
 
-    transport: Literal["host"]
+    transport: Transport
     accumulate: Literal["local", "owner"]
     parameters: Literal["reshard", "resident"]
     reason: str
 
 
-def require_available_transport(config: OdcConfig, device_type: str) -> None:
-    """Refuse a transport this version or this device cannot use; nothing is replaced silently.
+def resolve_transport(config: OdcConfig, device_type: str) -> Transport:
+    """The transport for tensors on ``device_type``; one that cannot be used is refused, nothing is replaced silently.
 
     Raises:
         ConfigError: naming the transport, the device and what to set.
     """
-    if config.transport not in ("auto", "host"):
+    if config.transport in ("nvshmem", "mori"):
         raise ConfigError(
             [
-                f"odc.transport: {config.transport} is not part of this version; 'host' (CPU tensors of one machine) is. Set "
-                "odc.transport: auto"
+                f"odc.transport: {config.transport} is not part of this version; 'host' (CPU tensors) and 'symm_mem' (GPUs), both on one "
+                "node, are. Set odc.transport: auto"
             ]
         )
-    if device_type != "cpu":
+    fitting: Transport = "host" if device_type == "cpu" else "symm_mem"
+    if device_type not in ("cpu", "cuda"):
+        raise ConfigError([f"odc.transport: no transport reaches tensors on {device_type}; CPU and CUDA or ROCm devices are served"])
+    if config.transport not in ("auto", fitting):
         raise ConfigError(
-            [
-                f"odc.transport: {config.transport} reaches CPU tensors only in this version and the model is on {device_type}; move the "
-                "model to the CPU or set comm_backend: nccl_pad"
-            ]
+            [f"odc.transport: {config.transport} does not reach tensors on {device_type}; set odc.transport: {fitting} (or auto) there"]
         )
+    return fitting
 
 
-def choose(config: OdcConfig, groups: Sequence[GroupSpec], mesh: Mesh) -> Choices:
+def free_memory(device: torch.device, ranks: int) -> tuple[int, str]:
+    """Bytes one of ``ranks`` ranks of this host may count as free, and how to say so."""
+    if device.type == "cpu":
+        return available_memory() // ranks, f"free memory, divided by {ranks} ranks"
+    return torch.cuda.mem_get_info(device)[0], f"free memory of {device}"
+
+
+def choose(config: OdcConfig, groups: Sequence[GroupSpec], mesh: Mesh, device: torch.device) -> Choices:
     """Resolve ``auto`` (collective over the mesh)."""
+    transport = resolve_transport(config, device.type)
     if config.memory_budget_gib is not None:
         budget = config.memory_budget_gib * GIB
         source = f"odc.memory_budget_gib = {config.memory_budget_gib:g}"
     else:
-        budget = FREE_SHARE * available_memory() / mesh.world_size
-        source = f"{FREE_SHARE:.0%} of the free memory, divided by {mesh.world_size} ranks"
+        free, what = free_memory(device, mesh.world_size)
+        budget = FREE_SHARE * free
+        source = f"{FREE_SHARE:.0%} of the {what}"
     budget = min(mesh.exchange(budget))
     verify = config.verify == "checksum"
-    local = sum(memory_bytes(groups, "local", RING_SLOTS, verify=verify).values())
-    owner = sum(memory_bytes(groups, "owner", RING_SLOTS, verify=verify).values())
+    local = sum(memory_bytes(groups, "local", RING_SLOTS, device, verify=verify).values())
+    owner = sum(memory_bytes(groups, "owner", RING_SLOTS, device, verify=verify).values())
     resident = sum(g.shards * g.shard_nbytes for g in groups)
     accumulate: Literal["local", "owner"]
     if config.accumulate == "auto":
@@ -84,4 +98,4 @@ def choose(config: OdcConfig, groups: Sequence[GroupSpec], mesh: Mesh) -> Choice
         f"budget {budget / GIB:.3f} GiB a rank ({source}); local needs {local / GIB:.3f}, owner {owner / GIB:.3f}, resident parameters "
         f"{resident / GIB:.3f} more"
     )
-    return Choices("host", accumulate, parameters, reason)
+    return Choices(transport, accumulate, parameters, reason)

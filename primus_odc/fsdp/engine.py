@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,21 +27,23 @@ from torch.distributed.fsdp import FSDPModule
 from primus_odc.config import OdcConfig, parse_options
 from primus_odc.errors import ProtocolError, UnsupportedModelError
 from primus_odc.fsdp.binding import give_back, restore_collectives, take_over
-from primus_odc.fsdp.choices import GIB, RING_SLOTS, choose, require_available_transport
+from primus_odc.fsdp.choices import GIB, RING_SLOTS, choose, resolve_transport
+from primus_odc.fsdp.edits import EditCheck
 from primus_odc.fsdp.gather import Into, OnDemandAllGather
 from primus_odc.fsdp.gradients import GradientStore
 from primus_odc.fsdp.mesh import Mesh, find_mesh
 from primus_odc.fsdp.microbatches import MicrobatchTracker
+from primus_odc.fsdp.norm import clip, global_norm
 from primus_odc.fsdp.probe import Unit, find_units
 from primus_odc.fsdp.reduce import ScatterAccumulate
 from primus_odc.fsdp.verify import ReferenceCheck
 from primus_odc.primitives.contribution import Contribution, split_pieces
 from primus_odc.primitives.driver import ProgressThread, run
-from primus_odc.primitives.host_plane import HostPlane
+from primus_odc.primitives.plane import ArenaPlane
 from primus_odc.primitives.protocol import RankProtocol, State, Topology
-from primus_odc.primitives.scalar import exchange_scalar
 from primus_odc.primitives.spec import layout_digest, memory_bytes, plan_arena, word_counts
 from primus_odc.symmetric.heap import SymmetricHeap
+from primus_odc.symmetric.symm_mem import DeviceMemory
 from primus_odc.versions import require_fsdp2
 
 logger = logging.getLogger("primus_odc")
@@ -84,10 +85,11 @@ class Engine:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._reshard()  # an evaluation may have left modules unsharded
         self._mesh: Mesh = find_mesh(model)
-        require_available_transport(config, next(model.parameters()).device.type)
+        self._device: torch.device = next(model.parameters()).device
+        resolve_transport(config, self._device.type)
         try:
             self._units: list[Unit] = find_units(model, self._mesh.shards)
-            self.choices = choose(config, [u.spec for u in self._units], self._mesh)
+            self.choices = choose(config, [u.spec for u in self._units], self._mesh, self._device)
             self._check_agreement(config)
             self._heap = self._make_heap(config)
         except BaseException:
@@ -98,21 +100,23 @@ class Engine:
             self._mesh.rank, self._mesh.world_size, self._mesh.peers, self._mesh.owners, [s.name for s in specs], self._mesh.names
         )
         self._gradients = GradientStore(self._units)
-        self._plane = HostPlane(
+        self._plane = ArenaPlane(
             self._heap,
             topology,
             specs,
             read_shard_of=lambda g, i: self._units[g].slots[i].sharded().to_local().detach(),
-            reshard=self._reshard,
+            reshard=self._reshard_for_optimizer,
             deliver=self._deliver,
             mode=self.choices.accumulate,
             slots=RING_SLOTS,
             verify=config.verify == "checksum",
         )
         self._protocol = RankProtocol(topology, self._plane, self.choices.accumulate, RING_SLOTS)
-        self._reference = ReferenceCheck(self._mesh, specs) if config.verify == "reference" else None
-        self._progress = ProgressThread(self._heap, self._protocol) if self.choices.accumulate == "owner" else None
-        self._checked_epoch = [0] * len(specs)
+        self._reference = ReferenceCheck(self._mesh, specs, self._device) if config.verify == "reference" else None
+        self._progress = ProgressThread(self._heap, self._protocol, self._plane.lanes) if self.choices.accumulate == "owner" else None
+        self._edits = EditCheck(self._mesh.names[self._mesh.rank], topology.groups, self._plane.lanes, self._device)
+        self._begun = self._plane.lanes.event()
+        self._caller: Any = self._plane.lanes.current()
         self._reducers = [ScatterAccumulate(self, g, unit) for g, unit in enumerate(self._units)]
         self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
         take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)
@@ -144,6 +148,7 @@ class Engine:
             if self._reference is not None:
                 self._reference.begin()
             self._tracker.begin(num_microbatches)
+            self._plane.lanes.record(self._begun)
             self._stats = self.totals()
             if num_microbatches == 0:
                 for g in range(len(self._units)):
@@ -165,7 +170,16 @@ class Engine:
             self._tracker.end()
             for reducer in self._reducers:
                 reducer.require_reduced()
-            run(self._heap, self._protocol.settle(self._heap.words.read))
+            for g in range(len(self._units)):
+                self._declare(g)
+            lanes = self._plane.lanes
+            self._caller = lanes.current()
+            # Not behind the caller's stream, which is still busy with backward: only behind what the optimizer did to .grad.
+            with lanes.on(lanes.settle, after_current=self.choices.accumulate == "owner"):
+                lanes.wait(self._begun)
+                run(self._heap, self._protocol.settle(self._heap.words.read))
+                self._edits.fetch()
+            lanes.join(lanes.settle)
 
     def publish(self) -> None:
         """Make this rank's parameters visible to the others, as the next epoch; called on every rank.
@@ -173,7 +187,9 @@ class Engine:
         Needed by hand only after an edit outside the optimizer step (a load, an EMA swap) or to evaluate before the next minibatch.
         """
         with self._guard("publish of all groups"):
+            self._caller = self._plane.lanes.current()
             run(self._heap, self._protocol.publish())
+            self._edits.require_none()
             if self._reference is not None:
                 self._compare_shards()
 
@@ -183,25 +199,24 @@ class Engine:
         Returns:
             The global norm before clipping: fp32, 0-dim, equal on all ranks. ``max_norm=inf`` only measures.
         """
-        norm = self.grad_norm(norm_type)
-        factor = max_norm / (norm + 1e-6)
-        if factor < 1.0 or math.isnan(norm):
-            self._gradients.scale(factor)
-        return torch.tensor(norm, dtype=torch.float32)
+        norm = self._norm(norm_type)
+        clip(self._gradients, norm, max_norm)
+        return norm.to(torch.float32)
 
     def grad_norm(self, norm_type: float = 2.0) -> float:
-        """Global gradient norm over all shards, from fp64 partial sums added in rank order; called on every rank after settle."""
+        """Global gradient norm over all shards, in fp64; called on every rank after settle."""
+        return float(self._norm(norm_type))
+
+    def _norm(self, norm_type: float) -> torch.Tensor:
         with self._guard("grad_norm of all groups"):
+            epoch = self._protocol.epoch
             if self._protocol.state is State.ACTIVE:
                 raise ProtocolError(
-                    f"{self._mesh.names[self._mesh.rank]}: the gradients of epoch {self._protocol.epoch} are not there yet: call settle() "
+                    f"{self._mesh.names[self._mesh.rank]}: the gradients of epoch {epoch} are not there yet: call settle() "
                     "first; norms and clipping belong between settle() and zero_grad()"
                 )
-            mine = self._gradients.local_power_sum(norm_type)
-            parts = exchange_scalar(self._heap, self._protocol, mine, f"grad_norm of all groups (epoch {self._protocol.epoch})")
-        if math.isinf(norm_type):
-            return max(parts)
-        return float(math.fsum(parts) ** (1.0 / norm_type))
+            operation = f"grad_norm of all groups (epoch {epoch})"
+            return global_norm(self._gradients, self._mesh, self._heap, self._protocol, norm_type, operation)
 
     @property
     def rank(self) -> int:
@@ -255,14 +270,10 @@ class Engine:
         """
         name = self._units[group].spec.name
         with self._guard(f"gather of group {name}"):
-            if own is not None and self._checked_epoch[group] != self._protocol.epoch and self._protocol.state is not State.SETTLED:
-                if not torch.equal(own, self._plane.own_shard(group)):
-                    raise ProtocolError(
-                        f"{self._mesh.names[self._mesh.rank]}: parameters of group {name} changed after they were published in epoch "
-                        f"{self._protocol.epoch}; call engine.publish() on every rank after any edit outside settle() ... optimizer.step()"
-                    )
-                self._checked_epoch[group] = self._protocol.epoch
-            run(self._heap, self._protocol.gather(group, into, own=own is None))
+            if own is not None and self._protocol.state is not State.SETTLED:
+                self._edits.compare(group, own, self._plane.own_shard(group), self._protocol.epoch)
+            with self._plane.lanes.gathering():
+                run(self._heap, self._protocol.gather(group, into, own=own is None))
 
     def reduce(self, group: int, contribution: Contribution) -> None:
         """Called by FSDP2 through :class:`ScatterAccumulate`: take the gradients of one backward of ``group``."""
@@ -273,10 +284,12 @@ class Engine:
             if self.choices.accumulate == "local":
                 run(self._heap, self._protocol.reduce_local(group, contribution))
             else:
-                limit = self._plane.max_piece_numel(group)
+                limit = self._plane.max_piece_numel(contribution.rows.dtype)
                 for row, owner in enumerate(self._mesh.peers):
                     pieces = [(owner, piece) for piece in split_pieces(spec, contribution, row, limit)]
-                    run(self._heap, self._protocol.reduce_owner(group, pieces))
+                    own = owner == self._mesh.rank
+                    with contextlib.nullcontext() if own else self._plane.lanes.pushing(owner):
+                        run(self._heap, self._protocol.reduce_owner(group, pieces))
             if spec.shards > 1:  # in a shard group of one, gradients come parameter by parameter: complete at settle
                 self._tracker.reduced(group)
 
@@ -294,20 +307,32 @@ class Engine:
         for module in self._modules:
             module.reshard()
 
+    def _reshard_for_optimizer(self) -> None:
+        # What FSDP2 frees and records belongs into the stream in which the model computes.
+        with self._plane.lanes.on(self._caller, after_current=False):
+            self._reshard()
+
     def _make_heap(self, config: OdcConfig) -> SymmetricHeap:
         specs, mesh, mode = [u.spec for u in self._units], self._mesh, self.choices.accumulate
-        self.memory = memory_bytes(specs, mode, RING_SLOTS, verify=config.verify == "checksum")
-        words = word_counts(len(specs), mode, mesh.world_size, mesh.shards)
-        return SymmetricHeap(mesh.rank, mesh.names, plan_arena(specs, mode, RING_SLOTS), words, mesh.exchange, config.timeout_s)
+        self.memory = memory_bytes(specs, mode, RING_SLOTS, self._device, verify=config.verify == "checksum")
+        words = word_counts(len(specs), mode, mesh.world_size, mesh.shards, RING_SLOTS)
+        plan = plan_arena(specs, mode, RING_SLOTS, self._device)
+        make_memory = self._make_memory if self.choices.transport == "symm_mem" else None
+        return SymmetricHeap(mesh.rank, mesh.names, plan, words, mesh.exchange, config.timeout_s, make_memory)
+
+    def _make_memory(self, nbytes: int, words_address: int, words_nbytes: int) -> DeviceMemory:
+        group, places = self._mesh.heap_group()
+        return DeviceMemory(nbytes, self._mesh.rank, group, places, self._device, words_address, words_nbytes)
 
     def _compare_shards(self) -> None:
         assert self._reference is not None
         for g, unit in enumerate(self._units):
             if unit.spec.shards == 1:
                 continue
-            rows = torch.empty(unit.spec.shards, unit.spec.shard_nbytes, dtype=torch.uint8)
+            rows = torch.empty(unit.spec.shards, unit.spec.shard_nbytes, dtype=torch.uint8, device=self._device)
             into = lambda owner, rows=rows, n=unit.spec.shard_nbytes: [(0, n, rows[owner % self._mesh.shards])]  # noqa: E731
-            run(self._heap, self._protocol.gather(g, into, own=True))
+            with self._plane.lanes.gathering():
+                run(self._heap, self._protocol.gather(g, into, own=True))
             self._reference.shards(g, self._plane.own_shard(g), rows, self._protocol.epoch)
 
     def _check_agreement(self, config: OdcConfig) -> None:

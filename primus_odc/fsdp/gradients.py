@@ -31,8 +31,8 @@ class GradientStore:
         for u in units:
             starts.append(sizes.get(u.spec.grad_dtype, 0))
             sizes[u.spec.grad_dtype] = starts[-1] + u.spec.grad_numel
-        device = units[0].slots[0].sharded().to_local().device
-        self.flat = {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in sizes.items()}
+        self._device = units[0].slots[0].sharded().to_local().device
+        self.flat = {dtype: torch.zeros(numel, dtype=dtype, device=self._device) for dtype, numel in sizes.items()}
         self._groups = [self.flat[u.spec.grad_dtype][start : start + u.spec.grad_numel] for u, start in zip(units, starts, strict=True)]
         self._grads: list[dict[int, DTensor]] = [self._views(u, flat) for u, flat in zip(units, self._groups, strict=True)]
         self.handles: list[RemovableHandle] = [
@@ -95,16 +95,17 @@ class GradientStore:
         for i, p in parameters.items():
             p.grad = self._grads[group][i]
 
-    def local_power_sum(self, norm_type: float) -> float:
-        """This rank's part of the global norm: ``sum |g|^p`` in fp64, or ``max |g|`` for the infinity norm."""
+    def local_power_sum(self, norm_type: float) -> torch.Tensor:
+        """This rank's part of the global norm, 0-dim fp64 where the gradients are: ``sum |g|^p``, or ``max |g|`` for the infinity norm."""
         self._require_ours()
-        parts = [float(torch.linalg.vector_norm(f, norm_type, dtype=torch.float64)) for f in self.flat.values() if f.numel()]
-        if math.isinf(norm_type):
-            return max(parts, default=0.0)
-        return math.fsum(part**norm_type for part in parts)
+        parts = [torch.linalg.vector_norm(f, norm_type, dtype=torch.float64) for f in self.flat.values() if f.numel()]
+        if not parts:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        both = torch.stack(parts)
+        return both.max() if math.isinf(norm_type) else both.pow(norm_type).sum()
 
-    def scale(self, factor: float) -> None:
-        """Multiply every gradient by ``factor``."""
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply every gradient by ``factor`` (0-dim)."""
         self._require_ours()
         for flat in self.flat.values():
             flat.mul_(factor)

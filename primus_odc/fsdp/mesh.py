@@ -55,6 +55,14 @@ class Mesh:
         """How the ranks are called in messages."""
         return [f"rank {r}" for r in self.global_ranks]
 
+    def heap_group(self) -> tuple[dist.ProcessGroup, list[int]]:
+        """A process group of all ranks of the mesh, and the place in it of every heap rank (collective over them)."""
+        if self.replicate_group is None:
+            return self.shard_group, list(range(self.shards))
+        ordered = sorted(self.global_ranks)
+        group = dist.new_group(ordered, use_local_synchronization=True)
+        return group, [ordered.index(r) for r in self.global_ranks]
+
     def exchange(self, value: Any) -> list[Any]:
         """All-gather one picklable object over all ranks of the mesh, in heap-rank order (collective)."""
         return exchange(value, self.shard_group, self.replicate_group)

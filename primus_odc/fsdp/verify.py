@@ -24,10 +24,10 @@ GRADIENT_TOLERANCE = 1e-5
 class ReferenceCheck:
     """Mirrors what the engine does, through collectives (public ``torch.distributed`` calls)."""
 
-    def __init__(self, mesh: Mesh, groups: Sequence[GroupSpec]) -> None:
+    def __init__(self, mesh: Mesh, groups: Sequence[GroupSpec], device: torch.device) -> None:
         self._mesh = mesh
         self._groups = groups
-        self._sums = [UnshardedSum(g, torch.zeros(g.shards, g.grad_numel, dtype=g.sum_dtype)) for g in groups]
+        self._sums = [UnshardedSum(g, torch.zeros(g.shards, g.grad_numel, dtype=g.sum_dtype, device=device)) for g in groups]
 
     def begin(self) -> None:
         for total in self._sums:

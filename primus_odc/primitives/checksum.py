@@ -14,8 +14,8 @@ from primus_odc.errors import VerificationError
 
 
 def checksum(data: torch.Tensor, epoch: int) -> int:
-    """CRC-32 of a contiguous CPU tensor's bytes, seeded with ``epoch``."""
-    return zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().data, epoch & 0xFFFFFFFF)
+    """CRC-32 of a contiguous tensor's bytes, seeded with ``epoch``; of a device tensor it waits for the current stream."""
+    return zlib.crc32(data.reshape(-1).view(torch.uint8).cpu().numpy().data, epoch & 0xFFFFFFFF)
 
 
 def check(data: torch.Tensor, epoch: int, expected: int, what: str) -> None:

@@ -6,6 +6,7 @@ import atexit
 import threading
 from collections.abc import Iterable
 
+from primus_odc.primitives.lanes import Lanes
 from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Wait
 from primus_odc.symmetric.heap import SymmetricHeap
 
@@ -20,7 +21,7 @@ def run(heap: SymmetricHeap, steps: Iterable[Effect]) -> None:
         elif isinstance(effect, Do):
             effect.action()
         else:
-            heap.words.write(effect.word, effect.value, effect.index)
+            heap.store(effect.word, effect.value, effect.index)
 
 
 class ProgressThread:
@@ -29,9 +30,10 @@ class ProgressThread:
     An error in it aborts the heap: every rank, this one included, then fails in its next wait.
     """
 
-    def __init__(self, heap: SymmetricHeap, protocol: RankProtocol) -> None:
+    def __init__(self, heap: SymmetricHeap, protocol: RankProtocol, lanes: Lanes) -> None:
         self._heap = heap
         self._protocol = protocol
+        self._lanes = lanes
         self._stopping = threading.Event()
         self._error: BaseException | None = None
         self._sources = [r for r in protocol.t.peers if r != heap.rank]
@@ -43,9 +45,10 @@ class ProgressThread:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.wait(PROGRESS_S):
-                for source in self._sources:
-                    run(self._heap, self._protocol.serve(self._heap.words.read, source))
+            with self._lanes.serving():
+                while not self._stopping.wait(PROGRESS_S):
+                    for source in self._sources:
+                        run(self._heap, self._protocol.serve(self._heap.words.read, source))
         except BaseException as error:  # noqa: BLE001  # handed to the main thread, which raises it
             self._error = error
             self._heap.abort(str(error))

@@ -59,14 +59,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """Run ``action`` now; it moves data and neither waits nor touches words."""
+    """Run ``action`` now; it moves data, or gives a device stream the work, and neither waits for a peer nor touches words."""
 
     action: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Write one of this rank's own words, after everything before it is visible."""
+    """Write one of this rank's own words, after everything before it is visible: on a device, when the stream has got there."""
 
     word: str
     index: int
@@ -117,6 +117,9 @@ class DataPlane(Protocol):
     def add_arrival(self, source: int, slot: int, epoch: int) -> None:
         """(owner mode) Add the piece in slot ``slot`` of the ring of ``source`` to the accumulator it names."""
 
+    def finish_transfers(self) -> None:
+        """What is stored next covers every gather and push this rank has started: their sources may change afterwards."""
+
     def deliver(self, group: int) -> None:
         """Turn the finished sum of ``group`` into ``.grad`` and reset the sum."""
 
@@ -160,6 +163,7 @@ class RankProtocol:
         """
         self._require("publish", State.SETTLED, State.PUBLISHED)
         if self.state is State.PUBLISHED:
+            yield Do(self.plane.finish_transfers)
             yield Store("done", 0, self.epoch)
         k = self.epoch + 1
         self.state = State.SETTLED  # until the copy is complete a gather must not run
@@ -234,11 +238,16 @@ class RankProtocol:
             # Groups complete in backward order, the last one first; the order of sources is fixed, so the sum is reproducible.
             for g in reversed(range(len(self.t.groups))):
                 for source in range(self.t.ranks):
-                    yield Wait(source, "ready", g, 2 * k, f"settle of group {self.t.groups[g]} (epoch {k})")
-                    if read_word(source, "ready", g) == 2 * k + 1:
+                    if source == self.t.rank:
+                        has_data = self.has_data[g]  # own data: the plane knows when they are complete, the host need not wait
+                    else:
+                        yield Wait(source, "ready", g, 2 * k, f"settle of group {self.t.groups[g]} (epoch {k})")
+                        has_data = read_word(source, "ready", g) == 2 * k + 1
+                    if has_data:
                         yield Do(lambda s=source, g=g: self.plane.pull(s, g, k))  # type: ignore[misc]
                 yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
         else:
+            yield Do(self.plane.finish_transfers)
             yield Store("final", 0, k)
             for source in self._rotated(self.t.peers):
                 if source != self.t.rank:
@@ -250,9 +259,11 @@ class RankProtocol:
             yield Store("summed", 0, k)
             for g in range(len(self.t.groups)):
                 for owner in self.t.replicas:
-                    yield Wait(owner, "summed", 0, k, f"settle of group {self.t.groups[g]} (epoch {k})")
+                    if owner != self.t.rank:
+                        yield Wait(owner, "summed", 0, k, f"settle of group {self.t.groups[g]} (epoch {k})")
                     yield Do(lambda r=owner, g=g: self.plane.pull(r, g, k))  # type: ignore[misc]
                 yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
+        yield Do(self.plane.finish_transfers)
         yield Store("done", 0, k)
         self.state = State.SETTLED
 
@@ -285,6 +296,7 @@ class RankProtocol:
         """Finish the current epoch, say ``closed`` and wait until every rank has said so."""
         self._require("detach", State.PUBLISHED, State.SETTLED)
         if self.state is State.PUBLISHED:
+            yield Do(self.plane.finish_transfers)
             yield Store("done", 0, self.epoch)
         yield Store("closed", 0, 1)
         for r in self._others():

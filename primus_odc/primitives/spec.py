@@ -15,9 +15,13 @@ import torch
 
 from primus_odc.symmetric.arena import ArenaPlan, align
 
-PIECE_HEADER_BYTES = 64
-"""Header of a pushed piece: epoch, group, offset, number of elements (int64 each), checksum, padding to a cache line."""
-MAX_PIECE_BYTES = 1 << 22
+PIECE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What pushed gradients may be: they travel as FSDP2 reduces them and are summed in the group's ``sum_dtype``."""
+PIECE_WORDS = 6
+"""Control words of a pushed piece's header: epoch, group, offset, number of elements, place of its dtype in the list above, checksum."""
+_MAX_PIECE_BYTES_HOST = 1 << 22
+_MAX_PIECE_BYTES_DEVICE = 1 << 26
+"""On a device the cost of a transfer is that of its launch, and one launch a layer and owner is the least."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,19 @@ def layout_digest(groups: Sequence[GroupSpec], options: Sequence[object]) -> str
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def piece_bytes(groups: Sequence[GroupSpec]) -> int:
-    """Payload bytes of one ring slot: the largest gradient shard, at most :data:`MAX_PIECE_BYTES`."""
-    return align(min(max((g.grad_nbytes for g in groups), default=0), MAX_PIECE_BYTES))
+def piece_bytes(groups: Sequence[GroupSpec], device: torch.device) -> int:
+    """Bytes of one ring slot: the largest gradient shard, at most 4 MiB in host memory and 64 MiB on a device."""
+    limit = _MAX_PIECE_BYTES_HOST if device.type == "cpu" else _MAX_PIECE_BYTES_DEVICE
+    return align(min(max((g.grad_nbytes for g in groups), default=0), limit))
 
 
-def memory_bytes(groups: Sequence[GroupSpec], mode: str, slots: int, *, verify: bool = False) -> dict[str, int]:
+def memory_bytes(groups: Sequence[GroupSpec], mode: str, slots: int, device: torch.device, *, verify: bool = False) -> dict[str, int]:
     """What the engine adds to one rank's memory, by purpose (bytes); the first three lie in the arena.
 
     ``shards``: published copies, 1/S of the parameters in the compute dtype. ``gradients``: in ``local`` mode the unsharded sum
     (S x gradient shard), in ``owner`` mode the accumulator (one gradient shard). ``ring``: slots for arrivals, ``owner`` mode only.
-    ``grad``: the persistent ``.grad`` buffers. ``sum``: one gradient shard of scratch for the largest group, two with checksums.
+    ``own``: the sum of what this rank made of its own shards, ``owner`` mode only. ``grad``: the persistent ``.grad`` buffers. ``sum``: one
+    gradient shard of scratch for the largest group, two with checksums.
     """
     gradients = sum(align(s) for s in _gradient_bytes(groups, mode))
     largest = max((g.grad_nbytes for g in groups), default=0)
@@ -98,7 +104,8 @@ def memory_bytes(groups: Sequence[GroupSpec], mode: str, slots: int, *, verify: 
     return {
         "shards": sum(align(g.shard_nbytes) for g in groups),
         "gradients": gradients,
-        "ring": shards * slots * (PIECE_HEADER_BYTES + piece_bytes(groups)) if mode == "owner" else 0,
+        "ring": shards * slots * piece_bytes(groups, device) if mode == "owner" else 0,
+        "own": sum(g.grad_nbytes for g in groups) if mode == "owner" else 0,
         "grad": sum(g.grad_numel * g.grad_dtype.itemsize for g in groups),
         "sum": largest * (2 if verify else 1),
     }
@@ -108,7 +115,7 @@ def _gradient_bytes(groups: Sequence[GroupSpec], mode: str) -> list[int]:
     return [g.grad_nbytes * (g.shards if mode == "local" else 1) for g in groups]
 
 
-def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int) -> ArenaPlan:
+def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int, device: torch.device) -> ArenaPlan:
     """Regions of one rank's arena: ``shard.g``, ``grads.g`` and, in owner mode, ``ring.j`` for the source with shard index j."""
     plan = ArenaPlan()
     for i, g in enumerate(groups):
@@ -117,13 +124,13 @@ def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int) -> ArenaPlan:
         plan.add(f"grads.{i}", nbytes)
     if mode == "owner":
         for j in range(max((g.shards for g in groups), default=1)):
-            plan.add(f"ring.{j}", slots * (PIECE_HEADER_BYTES + piece_bytes(groups)))
+            plan.add(f"ring.{j}", slots * piece_bytes(groups, device))
     return plan
 
 
-def word_counts(groups: int, mode: str, ranks: int, shards: int) -> dict[str, int]:
+def word_counts(groups: int, mode: str, ranks: int, shards: int, slots: int) -> dict[str, int]:
     """Control words of the protocol (see :mod:`primus_odc.primitives.protocol`) and the payload words beside them."""
     words = {"published": 1, "done": 1, "ready": groups, "normed": 1, "scalar": 2, "shard_sum": groups, "grad_sum": groups * shards}
     if mode == "owner":
-        words |= {"final": 1, "summed": 1, "head": ranks, "tail": ranks}
+        words |= {"final": 1, "summed": 1, "head": ranks, "tail": ranks, "piece": shards * slots * PIECE_WORDS}
     return words

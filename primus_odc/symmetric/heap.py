@@ -1,5 +1,8 @@
 """SymmetricHeap: one arena and one block of control words per rank, readable and writable by every peer.
 
+The words lie in host memory always. The arena lies beside them, or in device memory; then words that cover device work are stored by the
+stream that does it (:meth:`SymmetricHeap.store`).
+
 The heap knows nothing of parameters or gradients. It offers byte views of any rank's arena, the control words, and the only blocking
 call of the library, :meth:`SymmetricHeap.wait`, which ends with an error that names the peer when the peer died, left, aborted or
 fell silent.
@@ -15,15 +18,16 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from primus_odc.errors import OdcError, PeerError, PeerTimeoutError
+from primus_odc.errors import OdcError, PeerError, PeerTimeoutError, ProtocolError
 from primus_odc.symmetric.arena import ArenaPlan, Region, align
 from primus_odc.symmetric.host import Exchange, connect_host_mesh
 from primus_odc.symmetric.liveness import PeerWatcher
-from primus_odc.symmetric.words import WordLayout, Words
+from primus_odc.symmetric.words import WORD_BYTES, WordLayout, Words
 
 ABORT_TEXT_BYTES = 1024
 HARD_CAP_FACTOR = 3
@@ -32,6 +36,24 @@ HARD_CAP_FACTOR = 3
 _HEAP_WORDS = {"heartbeat": 1, "abort": 1, "closed": 1, "mapped": 1}
 _SPIN_ROUNDS = 20
 _MAX_SLEEP_S = 0.001
+_MAX_SLEEP_DEVICE_S = 0.00005
+"""Beside a device a host has nothing else to do, and what it waits for is on the critical path."""
+
+
+class Memory(Protocol):
+    """Device memory of all ranks (:class:`primus_odc.symmetric.symm_mem.DeviceMemory`)."""
+
+    arenas: list[torch.Tensor]
+
+    def store(self, offset: int, value: int) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+MakeMemory = Callable[[int, int, int], Memory]
+"""``(arena bytes, address of this rank's words, their bytes)`` -> memory; collective."""
 
 
 def _heartbeat(words: Words) -> Callable[[], None]:
@@ -60,10 +82,18 @@ class SymmetricHeap:
         exchange: all-gather of one object over those ranks in rank order (collective; used during construction only).
         timeout_s: a wait fails when its peer shows no heartbeat for this long, or in any case after
             :data:`HARD_CAP_FACTOR` times as long.
+        make_memory: puts the arenas into device memory; None: host memory.
     """
 
     def __init__(
-        self, rank: int, names: list[str], plan: ArenaPlan, words: Mapping[str, int], exchange: Exchange, timeout_s: float
+        self,
+        rank: int,
+        names: list[str],
+        plan: ArenaPlan,
+        words: Mapping[str, int],
+        exchange: Exchange,
+        timeout_s: float,
+        make_memory: MakeMemory | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = len(names)
@@ -75,19 +105,32 @@ class SymmetricHeap:
         layout = WordLayout.of({**_HEAP_WORDS, **words})
         self._abort_text = align(layout.nbytes)
         self._data = self._abort_text + align(ABORT_TEXT_BYTES)
-        nbytes = self._data + max(plan.nbytes, 1)
+        nbytes = self._data + (max(plan.nbytes, 1) if make_memory is None else 0)
         mesh = connect_host_mesh(rank, self.world_size, nbytes, exchange, timeout_s)
         self._segments = [torch.frombuffer(segment, dtype=torch.uint8) for segment in mesh.segments]
         blocks = [s[: layout.nbytes].numpy().view(np.int64) for s in self._segments]
         self.words = Words(layout, blocks, rank)
         self._watcher = PeerWatcher(mesh.sockets, _heartbeat(self.words))
         weakref.finalize(self, _leave, self._watcher)  # also at interpreter exit
+        self._memory: Memory | None = None
+        self._stored: dict[int, int] = {}
         try:
+            if make_memory is None:
+                self._arenas = [s[self._data :] for s in self._segments]
+            else:
+                self._memory = make_memory(max(plan.nbytes, 1), self._segments[rank].data_ptr(), layout.nbytes)
+                self._arenas = self._memory.arenas
+            self._max_sleep_s = _MAX_SLEEP_S if self._memory is None else _MAX_SLEEP_DEVICE_S
             self._check_mapping()
         except BaseException as error:
             self.abort(str(error))
             self.close(goodbye=False)
             raise
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arenas are."""
+        return self._arenas[self.rank].device
 
     @property
     def arena_nbytes(self) -> int:
@@ -96,8 +139,23 @@ class SymmetricHeap:
 
     def view(self, rank: int, region: Region) -> torch.Tensor:
         """The bytes of ``region`` in the arena of ``rank``: uint8, shape ``[region.nbytes]``."""
-        start = self._data + region.offset
-        return self._segments[rank][start : start + region.nbytes]
+        return self._arenas[rank][region.offset : region.offset + region.nbytes]
+
+    def store(self, word: str, value: int, index: int = 0) -> None:
+        """Store one of this rank's own words after all work before it: at once in host memory, in the order of the current stream where
+        the arena is on a device.
+
+        Raises:
+            ProtocolError: the word would decrease.
+        """
+        if self._memory is None:
+            self.words.write(word, value, index)
+            return
+        position = self.words.layout.position(word, index)
+        if value < self._stored.get(position, 0):
+            raise ProtocolError(f"rank {self.rank}: word {word}[{index}] would fall from {self._stored[position]} to {value}")
+        self._stored[position] = value
+        self._memory.store(position * WORD_BYTES, value)
 
     def wait(self, rank: int, word: str, index: int, at_least: int, operation: str) -> None:
         """Block until ``word[index]`` of ``rank`` reaches ``at_least``.
@@ -117,7 +175,7 @@ class SymmetricHeap:
             rounds += 1
             if rounds > _SPIN_ROUNDS:
                 time.sleep(sleep_s)
-                sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
+                sleep_s = min(2 * sleep_s, self._max_sleep_s)
                 self.check(goal, rank, word, index, at_least)
                 now = time.monotonic()
                 beat = self.words.read(rank, "heartbeat")
@@ -174,6 +232,8 @@ class SymmetricHeap:
 
     def close(self, *, goodbye: bool = True) -> None:
         """Leave: stop the watcher. The segments are freed with the last view and the last process."""
+        if self._memory is not None:
+            self._memory.close()
         self._watcher.stop(goodbye=goodbye)
 
     def _check_mapping(self) -> None:
@@ -182,12 +242,14 @@ class SymmetricHeap:
         def expected(writer: int, reader: int) -> int:
             return 0x5D0C << 32 | writer << 16 | reader
 
-        def cells(rank: int) -> np.ndarray:
-            return self.view(rank, self._probe).numpy().view(np.int64).reshape(2, self.world_size)
+        def cells(rank: int) -> torch.Tensor:
+            return self.view(rank, self._probe).view(torch.int64).view(2, self.world_size)
 
         for peer in range(self.world_size):
             cells(self.rank)[0, peer] = expected(self.rank, peer)  # for `peer` to pull
             cells(peer)[1, self.rank] = expected(self.rank, peer)  # pushed to `peer`
+        if self._memory is not None:
+            self._memory.synchronize()
         self.words.write("mapped", 1)
         for peer in range(self.world_size):
             self.wait(peer, "mapped", 0, 1, "start-up pattern test")

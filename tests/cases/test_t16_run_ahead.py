@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from primus_odc.primitives.host_plane import HostPlane
+from primus_odc.primitives.plane import ArenaPlane
 from tests.fsdp.models import check_gradients, tiny_model
 from tests.workers import run_workers
 
@@ -25,9 +25,9 @@ def _with_slow_rank(rank: int, world_size: int) -> dict[str, float]:
     errors = {}
     for slow in SLOW:
         for operation in OPERATIONS:
-            original = getattr(HostPlane, operation)
+            original = getattr(ArenaPlane, operation)
 
-            def slowly(self: HostPlane, *args: Any, _original: Any = original, _slow: bool = rank == slow) -> None:
+            def slowly(self: ArenaPlane, *args: Any, _original: Any = original, _slow: bool = rank == slow) -> None:
                 if _slow:
                     time.sleep(0.004)
                 _original(self, *args)
@@ -35,7 +35,7 @@ def _with_slow_rank(rank: int, world_size: int) -> dict[str, float]:
                     time.sleep(0.001)
 
             for mode in ("local", "owner"):
-                with mock.patch.object(HostPlane, operation, slowly):
+                with mock.patch.object(ArenaPlane, operation, slowly):
                     errors[f"rank {slow} slow in {operation}, {mode}"] = check_gradients(tiny_model, COUNTS, {"accumulate": mode})
     return errors
 

@@ -96,7 +96,7 @@ def worst_relative_error(model: nn.Module, reference: dict[str, torch.Tensor]) -
         if not p.requires_grad:
             continue
         assert p.grad is not None, f"{name} has no gradient"
-        error = (full(p.grad).double() - reference[name]).norm()
+        error = (full(p.grad).cpu().double() - reference[name]).norm()
         worst = max(worst, float(error / reference[name].norm().clamp_min(1e-30)))
     return worst
 
@@ -107,11 +107,12 @@ def check_gradients(
     options: dict[str, Any],
     mesh: DeviceMesh | None = None,
     sharding: dict[str, Any] | None = None,
+    device: str = "cpu",
 ) -> float:
     """Train for ``len(counts)`` minibatches on demand; the worst relative gradient error of any parameter in any of them."""
     rank = dist.get_rank()
     whole = make()
-    model = shard(make(), mesh, **(sharding or {}))
+    model = shard(make().to(device), mesh, **(sharding or {}))
     engine = primus_odc.attach(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     worst = 0.0
@@ -119,9 +120,9 @@ def check_gradients(
         engine.begin_minibatch(row[rank])
         for i in range(row[rank]):
             x, y = microbatch(step, rank, i)
-            loss_of(model, x, y, rows(step, row)).backward()
+            loss_of(model, x.to(device), y.to(device), rows(step, row)).backward()
         engine.settle()
-        whole.load_state_dict({k: full(v) for k, v in model.state_dict().items()})
+        whole.load_state_dict({k: full(v).cpu() for k, v in model.state_dict().items()})
         worst = max(worst, worst_relative_error(model, reference_gradients(whole, step, row)))
         optimizer.step()
         optimizer.zero_grad()

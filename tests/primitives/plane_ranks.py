@@ -10,7 +10,7 @@ import torch
 
 from primus_odc.primitives.contribution import Contribution, split_pieces
 from primus_odc.primitives.driver import ProgressThread, run
-from primus_odc.primitives.host_plane import HostPlane
+from primus_odc.primitives.plane import ArenaPlane
 from primus_odc.primitives.protocol import RankProtocol, Topology
 from primus_odc.primitives.spec import GroupSpec, plan_arena, word_counts
 from primus_odc.symmetric.heap import SymmetricHeap
@@ -18,6 +18,8 @@ from tests.primitives.groups import Shape, local_part, make_group
 from tests.symmetric.harness import all_good, in_threads
 
 Exchange = Callable[[Any], list[Any]]
+
+CPU = torch.device("cpu")
 
 
 class PlaneRank:
@@ -46,11 +48,11 @@ class PlaneRank:
         self.grads: dict[int, torch.Tensor] = {}
         names = [f"rank {r}" for r in range(world_size)]
         owners = [self.shard + replica * self.shards for replica in range(replicas)]
-        plan = plan_arena(self.groups, mode, slots)
-        words = word_counts(len(self.groups), mode, world_size, self.shards)
+        plan = plan_arena(self.groups, mode, slots, CPU)
+        words = word_counts(len(self.groups), mode, world_size, self.shards, slots)
         self.heap = SymmetricHeap(rank, names, plan, words, exchange, timeout_s)
         self.topology = Topology(rank, world_size, self.peers, owners, [g.name for g in self.groups], names)
-        self.plane = HostPlane(
+        self.plane = ArenaPlane(
             self.heap,
             self.topology,
             self.groups,
@@ -83,7 +85,7 @@ class PlaneRank:
         if self.mode == "local":
             run(self.heap, self.protocol.reduce_local(group, contribution))
             return
-        numel = self.plane.max_piece_numel(group)
+        numel = self.plane.max_piece_numel(contribution.rows.dtype)
         pieces = [
             (owner, piece)
             for shard, owner in enumerate(self.peers)
@@ -96,7 +98,7 @@ class PlaneRank:
 
     def start_progress(self) -> None:
         if self.mode == "owner":
-            self.progress = ProgressThread(self.heap, self.protocol)
+            self.progress = ProgressThread(self.heap, self.protocol, self.plane.lanes)
 
     def close(self) -> None:
         run(self.heap, self.protocol.close())

@@ -44,6 +44,7 @@ class SimPlane:
         self.unsharded: dict[int, int] = {}
         self.sums: list[list[Token]] = [[] for _ in range(world.scenario.groups)]
         self.fresh = [True] * world.scenario.groups
+        self.own: list[tuple[int, list[Token]]] = [(0, [])] * world.scenario.groups
 
     def _write(self, cells: dict[Any, Any], key: Any, value: Any) -> None:
         cells[key] = TORN
@@ -62,6 +63,9 @@ class SimPlane:
 
     def reshard(self) -> None:
         self.unsharded.clear()
+
+    def finish_transfers(self) -> None:
+        """Transfers here are over when they are made."""
 
     def publish_shard(self, group: int, epoch: int) -> None:
         self._write(self.w.shards, (self.rank, group), epoch)
@@ -83,8 +87,9 @@ class SimPlane:
 
     def complete(self, group: int, epoch: int) -> None:
         if self.w.scenario.mode == "owner":
-            sent, tokens = self.w.accumulators.get((self.rank, group), (0, []))
-            self._write(self.w.accumulators, (self.rank, group), (epoch, tokens if sent == epoch else []))
+            mine, own = self.own[group]
+            total = [*self._arrived(group, epoch), *(own if mine == epoch else [])]
+            self._write(self.w.accumulators, (self.rank, group), (epoch, total))
             return
         tokens, _ = self.w.buffers[(self.rank, group)]
         self.fresh[group] = True
@@ -106,20 +111,27 @@ class SimPlane:
         cells = self.w.accumulators if self.w.scenario.mode == "owner" else self.w.buffers
         self._read(cells, (source, group), f"gradients {group} of {source}", then)
 
+    def _arrived(self, group: int, epoch: int) -> list[Token]:
+        found = self.w.accumulators.get((self.rank, group), (0, []))
+        if found is TORN:
+            raise Violation(f"rank {self.rank}: a piece of group {group} arrives while its accumulator is completed")
+        sent, tokens = found
+        return tokens if sent == epoch else []
+
     def _add(self, group: int, epoch: int, piece: Token) -> None:
-        """The real plane adds under a lock, so two additions of one rank never interleave; a reader elsewhere is not locked out."""
-        sent, tokens = self.w.accumulators.get((self.rank, group), (0, []))
-        self.w.accumulators[(self.rank, group)] = (epoch, [*(tokens if sent == epoch else []), piece])
+        """Arrivals are added one after the other, by one thread; a reader elsewhere is not locked out."""
+        self.w.accumulators[(self.rank, group)] = (epoch, [*self._arrived(group, epoch), piece])
 
     def push(self, owner: int, slot: int, group: int, epoch: int, piece: Token) -> None:
         self._write(self.w.rings, (owner, self.rank, slot), (epoch, group, piece))
 
     def add_own(self, group: int, epoch: int, piece: Token) -> None:
-        self.finish = lambda: self._add(group, epoch, piece)
+        mine, tokens = self.own[group]
+        self.own[group] = (epoch, [*(tokens if mine == epoch else []), piece])
 
     def add_arrival(self, source: int, slot: int, epoch: int) -> None:
         def then(found: Any) -> None:
-            sent, group, piece = found
+            sent, group, piece = found or (0, 0, (0, 0, 0, 0, 0))
             if sent != epoch:
                 raise Violation(f"rank {self.rank}: a piece of epoch {sent} from {source} is added in epoch {epoch}")
             self._add(group, epoch, piece)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from primus_odc.primitives.driver import ProgressThread, run
+from primus_odc.primitives.lanes import Lanes
 from primus_odc.primitives.protocol import Do, Store, Wait
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +27,8 @@ class RecordingHeap:
     def wait(self, *what: Any) -> None:
         self.log.append(("wait", *what))
 
-    def write(self, *what: Any) -> None:
-        self.log.append(("write", *what))
+    def store(self, *what: Any) -> None:
+        self.log.append(("store", *what))
 
     def read(self, *what: Any) -> int:
         return 0
@@ -49,12 +51,12 @@ class FailingProtocol:
 def test_effects_run_in_order() -> None:
     heap = RecordingHeap()
     run(heap, [Store("a", 2, 7), Do(lambda: heap.log.append("moved")), Wait(1, "b", 0, 3, "gather")])  # type: ignore[arg-type]
-    assert heap.log == [("write", "a", 7, 2), "moved", ("wait", 1, "b", 0, 3, "gather")]
+    assert heap.log == [("store", "a", 7, 2), "moved", ("wait", 1, "b", 0, 3, "gather")]
 
 
 def test_an_error_of_the_progress_thread_aborts_the_heap_and_is_raised_by_check() -> None:
     heap = RecordingHeap()
-    progress = ProgressThread(heap, FailingProtocol())  # type: ignore[arg-type]
+    progress = ProgressThread(heap, FailingProtocol(), Lanes(torch.device("cpu"), 2, True))  # type: ignore[arg-type]
     progress._thread.join(10)
     progress.stop()
     assert heap.log == [("abort", "cannot serve 1")]
@@ -66,6 +68,7 @@ EXIT_IN_THE_MIDDLE = """
 import time
 import torch
 from primus_odc.primitives.driver import ProgressThread
+from primus_odc.primitives.lanes import Lanes
 from primus_odc.primitives.protocol import Do
 from tests.primitives.test_driver import RecordingHeap, TwoPeers
 
@@ -79,7 +82,7 @@ class BusyProtocol:
             yield Do(lambda: accumulator.add_(1.0))
 
 torch.set_num_threads(1)
-ProgressThread(RecordingHeap(), BusyProtocol())
+ProgressThread(RecordingHeap(), BusyProtocol(), Lanes(torch.device("cpu"), 2, True))
 while not accumulator[0]:
     time.sleep(0.001)
 raise SystemExit(3)

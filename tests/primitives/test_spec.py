@@ -8,29 +8,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primus_odc.primitives import spec
-from primus_odc.primitives.spec import PIECE_HEADER_BYTES, layout_digest, memory_bytes, piece_bytes, plan_arena, word_counts
+from primus_odc.primitives.spec import layout_digest, memory_bytes, piece_bytes, plan_arena, word_counts
 from tests.primitives.groups import SHAPES, groups, make_group
+
+CPU = torch.device("cpu")
 
 
 @given(st.lists(groups(shards=3), max_size=4), st.sampled_from(["local", "owner"]), st.integers(1, 3))
 @settings(deadline=None, max_examples=50)
 def test_the_arena_is_what_memory_bytes_announces(parts: list[spec.GroupSpec], mode: str, slots: int) -> None:
-    plan, memory, rings = plan_arena(parts, mode, slots), memory_bytes(parts, mode, slots), 3 if parts else 1
+    plan, memory, rings = plan_arena(parts, mode, slots, CPU), memory_bytes(parts, mode, slots, CPU), 3 if parts else 1
     shared = memory["shards"] + memory["gradients"] + memory["ring"]
     assert shared <= plan.nbytes <= shared + 3 * 256  # each ring may be padded to the arena's alignment
     for i, g in enumerate(parts):
         assert plan.regions[f"shard.{i}"].nbytes == g.shard_nbytes
         assert plan.regions[f"grads.{i}"].nbytes == g.grad_numel * 4 * (3 if mode == "local" else 1)
     if mode == "owner":
-        assert {plan.regions[f"ring.{j}"].nbytes for j in range(rings)} == {slots * (PIECE_HEADER_BYTES + piece_bytes(parts))}
+        assert {plan.regions[f"ring.{j}"].nbytes for j in range(rings)} == {slots * piece_bytes(parts, CPU)}
 
 
 def test_a_slot_holds_the_largest_gradient_shard_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [make_group("a", SHAPES, 2, 0), make_group("b", ((100, 30, True),), 2, 0)]
-    assert piece_bytes(parts) >= 50 * 30 * 4
-    monkeypatch.setattr(spec, "MAX_PIECE_BYTES", 512)
-    assert piece_bytes(parts) == 512
-    assert piece_bytes([]) == 0
+    assert piece_bytes(parts, CPU) >= 50 * 30 * 4
+    monkeypatch.setattr(spec, "_MAX_PIECE_BYTES_HOST", 512)
+    assert piece_bytes(parts, CPU) == 512
+    assert piece_bytes([], CPU) == 0
 
 
 def test_the_digest_covers_what_must_be_equal_and_nothing_else() -> None:
@@ -52,8 +54,9 @@ def test_the_digest_covers_what_must_be_equal_and_nothing_else() -> None:
 
 
 def test_words_of_both_modes() -> None:
-    local, owner = word_counts(3, "local", 4, 2), word_counts(3, "owner", 4, 2)
+    local, owner = word_counts(3, "local", 4, 2, 5), word_counts(3, "owner", 4, 2, 5)
     assert local["ready"] == 3
     assert local["grad_sum"] == 6
     assert "head" not in local
+    assert owner["piece"] == 2 * 5 * 6
     assert (owner["head"], owner["tail"], owner["final"]) == (4, 4, 1)

@@ -55,7 +55,7 @@ def make_plan(world_size: int, shards: int, seed: int, *, whole: bool) -> list[l
 @pytest.mark.parametrize("whole", [True, False], ids=["whole-numbers", "fractions"])
 @pytest.mark.parametrize("name", CASES)
 def test_epochs_against_the_reference(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec, "MAX_PIECE_BYTES", 256)  # most shards need more than one piece
+    monkeypatch.setattr(spec, "_MAX_PIECE_BYTES_HOST", 256)  # most shards need more than one piece
     options: dict[str, Any] = dict(CASES[name])
     world_size = options.pop("world_size")
     shards = world_size // options.get("replicas", 1)

@@ -1,0 +1,112 @@
+"""The streams on which one rank's transfers run beside its compute. On a CPU they are torch's stand-ins: everything runs at once, in order.
+
+Nothing here ever waits for a peer: what a stream waits for is other work of the same device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+GATHER_STREAMS = 3
+"""Copies from several peers run side by side: one copy engine alone does not fill the links."""
+
+
+class Lanes:
+    """Side streams of one device, and the events between them and the current stream.
+
+    Attributes:
+        settle: peers' gradients are pulled and summed here while backward runs.
+        arrivals: (owner mode) pushed pieces are added here; never behind work of this rank's own microbatch, or credits would wait for it.
+    """
+
+    def __init__(self, device: torch.device, ranks: int, pushes: bool) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+        self.settle = self._stream()
+        self._gathers = [self._stream() for _ in range(min(GATHER_STREAMS, max(1, ranks - 1)))]
+        self._next_gather = 0
+        self._gathered = self.event()
+        self._fork: Any = None
+        self._used: list[Any] = []
+        self._pushed = self.event()
+        if pushes:
+            self.arrivals = self._stream()
+            self._pushes = [self._stream() for _ in range(ranks)]
+
+    def _stream(self) -> Any:
+        return self._module.Stream(self._device) if self._device.type != "cpu" else self._module.Stream()
+
+    def event(self) -> Any:
+        """A new event without timing."""
+        return self._module.Event()
+
+    def record(self, event: Any) -> None:
+        """``event`` is over when everything given to the current stream so far is."""
+        event.record(self.current())
+
+    def wait(self, event: Any) -> None:
+        """What the current stream is given from here on comes after ``event``; an event never recorded is over."""
+        self.current().wait_event(event)
+
+    def current(self) -> Any:
+        return self._module.current_stream(self._device) if self._device.type != "cpu" else self._module.current_stream()
+
+    @contextmanager
+    def on(self, stream: Any, *, after_current: bool = True) -> Iterator[None]:
+        """Run the block on ``stream``; ``after_current``: behind what the current stream has been given so far."""
+        if after_current:
+            stream.wait_stream(self.current())
+        with self._module.stream(stream):
+            yield
+
+    def join(self, stream: Any) -> None:
+        """The current stream goes on after ``stream``."""
+        self.current().wait_stream(stream)
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Around one gather: its copies fork from the current stream, side by side, and join it again."""
+        self._fork = self.event()
+        self.record(self._fork)
+        try:
+            yield
+        finally:
+            for stream in self._used:
+                self.join(stream)
+            self._used.clear()
+            self.record(self._gathered)
+
+    @contextmanager
+    def gather_copy(self) -> Iterator[None]:
+        """One owner's copy inside :meth:`gathering`."""
+        stream = self._gathers[self._next_gather % len(self._gathers)]
+        self._next_gather += 1
+        stream.wait_event(self._fork)
+        self._used.append(stream)
+        with self._module.stream(stream):
+            yield
+
+    @contextmanager
+    def pushing(self, owner: int) -> Iterator[None]:
+        """Around the pushes to one owner, which read memory of the current stream."""
+        with self.on(self._pushes[owner]):
+            yield
+        self.join(self._pushes[owner])
+        self.record(self._pushed)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """A progress thread's whole life: what it adds goes to :attr:`arrivals`."""
+        if self._device.type != "cpu":
+            self._module.set_device(self._device)  # the current device is a thread's own
+        with self._module.stream(self.arrivals):
+            yield
+
+    def wait_for_transfers(self) -> None:
+        """What the current stream is given from here on comes after every gather and push started so far."""
+        self.wait(self._gathered)
+        self.wait(self._pushed)

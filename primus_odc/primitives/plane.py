@@ -1,0 +1,262 @@
+"""The data plane: every transfer is a copy or an addition between the ranks' arenas, in host or device memory alike.
+
+What stands in the arena: published shards (both modes); the unsharded gradient sums (``local``), pulled by their owners; or the rings
+into which sources push pieces, and the accumulators of what arrived (``owner``). Sums and ``.grad`` are ordinary memory.
+
+On a device every method only gives work to streams (:mod:`primus_odc.primitives.lanes`) and returns; words are stored in the order of
+those streams (:meth:`SymmetricHeap.store`). Who runs where:
+
+* publishing, completing groups without a gradient: the caller's stream;
+* gathers: side streams between two points of FSDP2's own all-gather stream;
+* accumulation, own pieces: FSDP2's reduce-scatter stream, in which the gradients were made;
+* pulls, sums, ``.grad``: the settle stream, which waits for events of this device only;
+* (owner mode) pushes: one stream per owner; arrivals: a stream of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from primus_odc.errors import ProtocolError
+from primus_odc.primitives.checksum import check, checksum
+from primus_odc.primitives.contribution import Contribution, UnshardedSum
+from primus_odc.primitives.lanes import Lanes
+from primus_odc.primitives.protocol import Topology
+from primus_odc.primitives.spec import PIECE_DTYPES, PIECE_WORDS, GroupSpec, piece_bytes
+from primus_odc.primitives.sums import make_sum
+from primus_odc.symmetric.heap import SymmetricHeap
+
+Piece = tuple[int, torch.Tensor]
+"""``(offset in the owner's full gradient shard, 1-D gradients)``."""
+
+
+class ArenaPlane:
+    """Implements :class:`primus_odc.primitives.protocol.DataPlane` on a :class:`SymmetricHeap`.
+
+    Args:
+        heap: made from :func:`primus_odc.primitives.spec.plan_arena` of the same groups.
+        topology: who is who; ``topology.peers.index(rank)`` is this rank's shard index.
+        read_shard_of: ``(group, param) -> this rank's local shard`` (any shape, the parameter's own dtype).
+        reshard: drops all unsharded parameters.
+        deliver: ``(group, sum)`` receives the finished gradient shard, shape ``[grad_numel]`` in the group's ``sum_dtype``; it must
+            copy, the sum is reused.
+        mode, slots: as the protocol's.
+        verify: check every transfer by checksum.
+    """
+
+    def __init__(
+        self,
+        heap: SymmetricHeap,
+        topology: Topology,
+        groups: Sequence[GroupSpec],
+        *,
+        read_shard_of: Callable[[int, int], torch.Tensor],
+        reshard: Callable[[], None],
+        deliver: Callable[[int, torch.Tensor], None],
+        mode: str,
+        slots: int,
+        verify: bool,
+    ) -> None:
+        self.heap = heap
+        self.t = topology
+        self._me = topology.names[topology.rank]
+        self.groups = groups
+        self.verify = verify
+        self.bytes_gathered = 0
+        self.bytes_reduced = 0
+        self.reshard = reshard
+        self._read_shard_of = read_shard_of
+        self._deliver = deliver
+        self._shard_of = {rank: shard for shard, rank in enumerate(topology.peers)}
+        self._shard = self._shard_of[topology.rank]
+        self._slots = slots
+        self._piece_bytes = piece_bytes(groups, heap.device)
+        self.lanes = Lanes(heap.device, topology.ranks, mode == "owner")
+        self._shards = [
+            [heap.view(r, heap.plan.regions[f"shard.{g}"]) for g in range(len(groups))] if r in topology.peers else []
+            for r in range(topology.ranks)
+        ]
+        self._mode = mode
+        self._grads = [
+            [self._gradients(r, g) if mode == "local" or r in topology.replicas else torch.empty(0) for g in range(len(groups))]
+            for r in range(topology.ranks)
+        ]
+        self._accumulated = [self.lanes.event() for _ in groups]
+        sources: Sequence[int] = range(topology.ranks) if mode == "local" else topology.replicas
+        if mode == "local":
+            self._unsharded = [UnshardedSum(s, self._grads[topology.rank][g]) for g, s in enumerate(groups)]
+        else:
+            self._own = [torch.empty(s.grad_numel, dtype=s.sum_dtype, device=heap.device) for s in groups]
+            self._own_epoch = [0] * len(groups)
+        self._arrived_epoch = [0] * len(groups)
+        largest = max((s.grad_nbytes for s in groups), default=0)
+        self._scratch = torch.empty(largest, dtype=torch.uint8, device=heap.device)
+        self._staging = torch.empty(largest if verify else 0, dtype=torch.uint8, device=heap.device)
+        row = self._shard if mode == "local" else 0
+        self._sums = [make_sum({r: self._grads[r][g][row] for r in sources}, heap.device) for g in range(len(groups))]
+        self._present: list[int] = []
+
+    def _gradients(self, rank: int, group: int) -> torch.Tensor:
+        """``[shards, grad_numel]`` (local mode: unsharded sums) or ``[1, grad_numel]`` (owner mode: accumulator) of any rank."""
+        spec = self.groups[group]
+        return (
+            self.heap.view(rank, self.heap.plan.regions[f"grads.{group}"])
+            .view(spec.sum_dtype)
+            .view(spec.shards if self._mode == "local" else 1, spec.grad_numel)
+        )
+
+    def max_piece_numel(self, dtype: torch.dtype) -> int:
+        """Elements of ``dtype`` that fit one slot."""
+        return self._piece_bytes // dtype.itemsize
+
+    @torch.no_grad()
+    def publish_shard(self, group: int, epoch: int) -> None:
+        if self.groups[group].shards == 1:
+            return  # nobody gathers from a shard group of one
+        mine = self._shards[self.t.rank][group]
+        places, values = [], []
+        for i, p in enumerate(self.groups[group].params):
+            local = self._read_shard_of(group, i).reshape(-1)
+            place = mine[p.shard_offset : p.shard_offset + p.local_numel * p.gather_dtype.itemsize]
+            if p.shard_offset % p.gather_dtype.itemsize:  # behind parameters of a narrower dtype
+                place.copy_(local.to(p.gather_dtype).view(torch.uint8))
+            else:
+                places.append(place.view(p.gather_dtype))
+                values.append(local)
+        if places:
+            torch._foreach_copy_(places, values)
+        if self.verify:
+            self.heap.words.put("shard_sum", checksum(mine, epoch), group)
+
+    def read_shard(self, owner: int, group: int, epoch: int, into: Any) -> None:
+        """``into(owner)`` gives ``[(start byte, stop byte, destination)]`` of the owner's shard (see :mod:`primus_odc.fsdp.gather`)."""
+        shard = self._shards[owner][group]
+        with self.lanes.gather_copy():
+            if self.verify:
+                what = f"{self._me}: shard of group {self.groups[group].name} read from {self.t.names[owner]} (epoch {epoch})"
+                shard = shard.clone()
+                check(shard, epoch, self.heap.words.read(owner, "shard_sum", group), what)
+            for start, stop, destination in into(owner):
+                destination.copy_(shard[start:stop], non_blocking=True)
+                self.bytes_gathered += stop - start
+
+    def own_shard(self, group: int) -> torch.Tensor:
+        """What this rank published of ``group``: uint8 ``[shard_nbytes]``."""
+        return self._shards[self.t.rank][group]
+
+    def accumulate(self, group: int, contribution: Contribution) -> None:
+        self._unsharded[group].add(contribution)
+        self.lanes.record(self._accumulated[group])
+
+    def complete(self, group: int, epoch: int) -> None:
+        self.lanes.wait(self._accumulated[group])
+        if self._mode == "local":
+            self._unsharded[group].complete()
+            self._unsharded[group].reset()
+        else:
+            self._complete_accumulator(group, epoch)
+        self.lanes.record(self._accumulated[group])
+        if self.verify:
+            for row, sums in enumerate(self._grads[self.t.rank][group]):
+                owner = row if self._mode == "local" else self._shard
+                self.heap.words.put("grad_sum", checksum(sums, epoch), group * self.groups[group].shards + owner)
+
+    def _complete_accumulator(self, group: int, epoch: int) -> None:
+        """Arrivals are over (the protocol has waited for them): add what this rank made itself."""
+        accumulator = self._grads[self.t.rank][group][0]
+        own = self._own_epoch[group] == epoch
+        if self._arrived_epoch[group] == epoch:
+            if own:
+                accumulator.add_(self._own[group])
+        elif own:
+            accumulator.copy_(self._own[group])
+        else:
+            accumulator.zero_()
+
+    def finish_transfers(self) -> None:
+        self.lanes.wait_for_transfers()
+
+    def unsharded(self, group: int) -> torch.Tensor:
+        """(local mode) This rank's own unsharded sum: ``[shards, grad_numel]``; complete between ``complete`` and the next epoch."""
+        return self._unsharded[group].buffer
+
+    def pull(self, source: int, group: int, epoch: int) -> None:
+        spec = self.groups[group]
+        if source == self.t.rank:
+            # Its own word is stored in stream order, perhaps much later: what counts here is the event.
+            self.lanes.wait(self._accumulated[group])
+        else:
+            self.bytes_reduced += spec.grad_nbytes
+        if self.verify:
+            self._pull_checked(source, group, epoch)
+        self._present.append(source)
+
+    def _pull_checked(self, source: int, group: int, epoch: int) -> None:
+        """Sum up at once, from a copy, so that the bytes that were checked are the bytes that count."""
+        spec = self.groups[group]
+        theirs = self._staging[: spec.grad_nbytes].view(spec.sum_dtype)
+        theirs.copy_(self._grads[source][group][self._shard if self._mode == "local" else 0])
+        what = f"{self._me}: gradients of group {spec.name} pulled from {self.t.names[source]} (epoch {epoch})"
+        check(theirs, epoch, self.heap.words.read(source, "grad_sum", group * spec.shards + self._shard), what)
+        total = self._total(group)
+        if self._present:
+            total.add_(theirs)
+        else:
+            total.copy_(theirs)
+
+    def _total(self, group: int) -> torch.Tensor:
+        spec = self.groups[group]
+        return self._scratch[: spec.grad_nbytes].view(spec.sum_dtype)
+
+    def push(self, owner: int, slot: int, group: int, epoch: int, piece: Piece) -> None:
+        offset, gradients = piece
+        place = self._slot(owner, self.t.rank, slot)[: gradients.nbytes].view(gradients.dtype)
+        place.copy_(gradients, non_blocking=True)
+        crc = checksum(place, epoch) if self.verify else 0
+        header = (epoch, group, offset, gradients.numel(), PIECE_DTYPES.index(gradients.dtype), crc)
+        for field, value in enumerate(header):
+            self.heap.words.put("piece", value, self._header(owner, slot) + field)
+        self.bytes_reduced += gradients.nbytes
+
+    def add_own(self, group: int, epoch: int, piece: Piece) -> None:
+        offset, gradients = piece
+        own = self._own[group]
+        if self._own_epoch[group] != epoch:  # the first addition of an epoch starts from zero
+            self._own_epoch[group] = epoch
+            own.zero_()
+        own[offset : offset + gradients.numel()].add_(gradients)
+        self.lanes.record(self._accumulated[group])
+
+    def add_arrival(self, source: int, slot: int, epoch: int) -> None:
+        header = self._header(self.t.rank, slot)
+        sent, group, offset, numel, dtype, crc = (self.heap.words.read(source, "piece", header + field) for field in range(PIECE_WORDS))
+        if sent != epoch:
+            raise ProtocolError(f"{self._me}: {self.t.names[source]} pushed gradients of epoch {sent} while epoch {epoch} is summed")
+        gradients = self._slot(self.t.rank, source, slot)[: numel * PIECE_DTYPES[dtype].itemsize].view(PIECE_DTYPES[dtype])
+        if self.verify:
+            what = f"{self._me}: gradients of group {self.groups[group].name} pushed by {self.t.names[source]} (epoch {epoch})"
+            gradients = gradients.clone()
+            check(gradients, epoch, crc, what)
+        accumulator = self._grads[self.t.rank][group][0]
+        if self._arrived_epoch[group] != epoch:
+            self._arrived_epoch[group] = epoch
+            accumulator.zero_()
+        accumulator[offset : offset + numel].add_(gradients)
+
+    def _header(self, owner: int, slot: int) -> int:
+        """First control word, in the source's block, of the header of what it pushed into ``slot`` at ``owner``."""
+        return (self._shard_of[owner] * self._slots + slot) * PIECE_WORDS
+
+    def _slot(self, owner: int, source: int, slot: int) -> torch.Tensor:
+        ring = self.heap.view(owner, self.heap.plan.regions[f"ring.{self._shard_of[source]}"])
+        return ring[slot * self._piece_bytes : (slot + 1) * self._piece_bytes]
+
+    def deliver(self, group: int) -> None:
+        total = self._total(group)
+        if not (self.verify and self._present):
+            self._sums[group](total, self._present)
+        self._present.clear()
+        self._deliver(group, total)
