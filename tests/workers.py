@@ -43,9 +43,10 @@ def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeo
     Raises:
         WorkerFailedError: some worker raised, died or did not end in time; all are ended then.
     """
+    context = mp.get_context("spawn") if gpu else _CONTEXT  # CUDA does not survive a fork
     with tempfile.TemporaryDirectory() as folder:
         workers = [
-            _CONTEXT.Process(target=_main, args=(function, r, world_size, folder, args, timeout_s, gpu), daemon=True)
+            context.Process(target=_main, args=(function, r, world_size, folder, args, timeout_s, gpu), daemon=True)
             for r in range(world_size)
         ]
         for w in workers:

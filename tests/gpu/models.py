@@ -58,8 +58,9 @@ def inputs(step: int, rank: int, index: int, rows: int = 96) -> torch.Tensor:
 
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    # Far from its minimum: near it gradients are differences of nearly equal numbers, and fp32 itself is off by more than 1e-6.
     y: torch.Tensor = model(x)
-    return F.mse_loss(y, torch.zeros_like(y), reduction="sum") / 1000
+    return F.mse_loss(y, torch.full_like(y, 5.0), reduction="sum") / 1000
 
 
 def reference(model: Wide, step: int, counts: list[int]) -> dict[str, torch.Tensor]:

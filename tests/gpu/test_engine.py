@@ -91,7 +91,7 @@ def many_minibatches(rank: int, world_size: int, options: dict[str, Any]) -> lis
 def test_many_minibatches_with_hosts_that_drift_apart(world_size: int, options: dict[str, Any]) -> None:
     require_gpus(world_size)
     for errors in run_workers(many_minibatches, world_size, options, timeout_s=220, gpu=True):
-        assert max(errors) <= 2e-6, errors
+        assert max(errors) <= 1e-6, errors
 
 
 def like_stock(rank: int, world_size: int, accumulate: str) -> list[float]:
@@ -155,7 +155,7 @@ def finishes_alone(rank: int, world_size: int, accumulate: str) -> list[float]:
 def test_a_device_synchronisation_does_not_wait_for_another_ranks_minibatch(accumulate: str) -> None:
     require_gpus(2)
     for errors in run_workers(finishes_alone, 2, accumulate, timeout_s=110, gpu=True):
-        assert max(errors) <= 2e-6, errors
+        assert max(errors) <= 1e-6, errors
 
 
 def collective_after_settle(rank: int, world_size: int) -> float:
