@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primus_odc.megatron.loss import CrossEntropyHead
+from primus_odc.megatron.loss import CrossEntropyHead, chunk_size
 from tests.megatron.gpt_cases import relative_error
 
 TOKENS, HIDDEN, VOCAB = 40, 6, 50
@@ -84,5 +84,22 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
-def test_the_default_chunk_fits_64_mib() -> None:
-    assert CrossEntropyHead(torch.nn.Parameter(torch.empty(65536, 1))).chunk_tokens * 65536 * 4 == 64 * 2**20
+@pytest.mark.parametrize("vocabulary", [97, 65536, 151936])
+@pytest.mark.parametrize("tokens", [1, 5000, 65536])
+def test_chunks_are_few_and_of_one_size(tokens: int, vocabulary: int) -> None:
+    assert chunk_size(tokens, vocabulary, "cpu") * vocabulary * 4 <= 64 * 2**20
+    size = chunk_size(tokens, vocabulary, "cuda")
+    assert size % 128 == 0
+    assert size == 128 or size * vocabulary * 4 <= 2 * 2**30
+    chunks = -(-tokens // size)
+    assert chunks == -(-tokens // max(size, 2**29 // vocabulary // 128 * 128)), "no more chunks than the limit asks for"
+    assert chunks * size - tokens < chunks * 128 + 128
+
+
+def test_a_confident_prediction_keeps_its_small_gradient() -> None:
+    """p = 1 - 1e-4 is 1 in bf16, and its gradient p - 1 would be lost."""
+    weight = torch.nn.Parameter(torch.tensor([[9.2], [0.0]], dtype=torch.bfloat16))
+    hidden = torch.ones(1, 1, 1, dtype=torch.bfloat16)
+    CrossEntropyHead(weight)(hidden, torch.tensor([0]), torch.tensor([0])).backward()
+    p = torch.sigmoid(weight.detach()[0, 0].double())
+    assert weight.grad is not None and float(weight.grad[0, 0]) == pytest.approx(float(p - 1), rel=5e-3)
