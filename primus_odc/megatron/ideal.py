@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from primus_odc.megatron.arm import Arm, Minibatch, build_optimizer
 from primus_odc.megatron.lr import build_scheduler
-from primus_odc.megatron.microbatch import Microbatch
 from primus_odc.megatron.model import PackedGPT, build_gpt
 from primus_odc.planning import Policy
 
@@ -30,7 +29,8 @@ IDEAL = "ideal"
 
 
 class Replica:
-    """All parameters of a model on one rank, trained on that rank's microbatches alone.
+    """All parameters of a model on one rank, to be trained on that rank's microbatches alone: forward and backward of ``model`` as for
+    any module, then :meth:`update`.
 
     Attributes:
         model: in the dtype that an arm computes in.
@@ -54,12 +54,6 @@ class Replica:
         self.optimizer = make_optimizer(self.shards)
         self._clip_grad = clip_grad or math.inf
         self._rank, self._world_size = rank, world_size
-
-    def compute(self, microbatch: Microbatch, scale: float) -> torch.Tensor:
-        """Forward and backward of the loss sum times ``scale``; returns the loss sum, 0-dim on the model's device."""
-        loss: torch.Tensor = self.model(microbatch)
-        (loss * scale).backward()
-        return loss.detach()
 
     def update(self) -> None:
         """The optimizer step, clipping included; both the replica's and the shards' gradients are gone afterwards."""
@@ -126,7 +120,9 @@ class Ideal:
         self._synchronize()
         start = time.perf_counter()
         for microbatch in minibatch.microbatches:
-            total += self._replica.compute(microbatch, 1.0 / minibatch.target_tokens)
+            loss = self._replica.model(microbatch)
+            (loss / minibatch.target_tokens).backward()
+            total += loss.detach()
         self._synchronize()
         computed = time.perf_counter()
         self._replica.update()
