@@ -103,3 +103,37 @@ def test_a_confident_prediction_keeps_its_small_gradient() -> None:
     CrossEntropyHead(weight)(hidden, torch.tensor([0]), torch.tensor([0])).backward()
     p = torch.sigmoid(weight.detach()[0, 0].double())
     assert weight.grad is not None and float(weight.grad[0, 0]) == pytest.approx(float(p - 1), rel=5e-3)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 5000, 65536])
+def test_on_a_gpu_a_large_vocabulary_fits_and_nothing_waits(tokens: int) -> None:
+    gpu, vocabulary, size = torch.device("cuda"), 151936, 1536
+    weight = torch.nn.Parameter(torch.randn(vocabulary, size, device=gpu, dtype=torch.bfloat16) * 0.02)
+    hidden = torch.randn(tokens, 1, size, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+    counted, targets = torch.arange(tokens, device=gpu), torch.randint(0, vocabulary, (tokens,), device=gpu)
+    head = CrossEntropyHead(weight)
+    (head(hidden, counted, targets) / tokens).backward()  # libraries are initialised
+    weight.grad = hidden.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = head(hidden, counted, targets)
+        (loss / tokens).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 9 * 2**30, "5 GiB for a chunk, 2 for the weight's gradient, the inputs"
+    assert weight.grad is not None and hidden.grad is not None
+    few = slice(0, 256)
+    logits = (hidden.detach()[few, 0].float() @ weight.detach().float().t()).requires_grad_()
+    expected = F.cross_entropy(logits, targets[few], reduction="sum")
+    (error,) = torch.autograd.grad(expected / tokens, logits)
+    assert relative_error(hidden.grad[few, 0], error @ weight.detach().float()) < 2e-2
+    if tokens <= 256:
+        assert relative_error(loss, expected) < 1e-3
+        assert relative_error(weight.grad, error.t() @ hidden.detach()[few, 0].float()) < 2e-2

@@ -150,3 +150,22 @@ def test_weights_drawn_in_place_have_the_distribution_of_the_built_ones(params: 
             assert abs(float(own.std() / expected.std()) - 1) < 0.05 and abs(float(own.mean())) < float(own.std()) / 20, name
     microbatch = Microbatch.of(pack_microbatch(make_samples((9, 4))), CPU)
     assert drawn(microbatch).item() == pytest.approx(microbatch.num_targets * math.log(VOCAB), rel=0.5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_nothing_waits_for_the_device() -> None:
+    gpu = torch.device("cuda")
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    model = build_gpt({**QWEN2, "hidden_size": 256, **recomputed}, VOCAB, device=gpu, dtype=torch.bfloat16)
+    arrays = pack_microbatch(make_samples(LENGTHS))
+    model(Microbatch.of(arrays, gpu)).backward()  # libraries are initialised, angles made
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        microbatch = Microbatch.of(arrays, gpu)
+        loss = model(microbatch)
+        (loss / microbatch.num_targets).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    reference = build_gpt({**QWEN2, "hidden_size": 256}, VOCAB, device=CPU)
+    expected = reference(Microbatch.of(arrays, CPU))
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
