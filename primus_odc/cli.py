@@ -1,4 +1,4 @@
-"""The command line: ``primus-odc train | compare | plan``.
+"""The command line: ``primus-odc train | compare | plan | bench``.
 
 Each command's arguments and work come from the part that does it, imported when that command is asked for, so that ``plan`` runs without
 torch. Words that ``train`` and ``compare`` do not know are overrides of the experiment YAML, with the meaning Primus gives them (``--lr
@@ -37,6 +37,7 @@ COMMANDS = (
     Command(
         name="plan", module="primus_odc.planning.command", summary="predict the arms' speed from sample lengths", takes_overrides=False
     ),
+    Command(name="bench", module="primus_odc.bench.command", summary="measure the arms and their transfers", takes_overrides=False),
 )
 
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="primus-odc", description="On-Demand Communication for FSDP2: train, compare and plan.", allow_abbrev=False
+        prog="primus-odc", description="On-Demand Communication for FSDP2: train, compare, plan and bench.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"primus-odc {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")

@@ -16,6 +16,7 @@ from primus_odc.errors import ConfigError
 from primus_odc.experiment import Experiment, load_experiment
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 HEAD = "work_group: group\nuser_name: user\nexp_name: exp\nworkspace: out\n"
 TRAINER = "modules:\n  post_trainer:\n    framework: megatron\n"
@@ -164,11 +165,11 @@ def test_preset_without_primus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "is no Primus checkout" in refusal(path, primus_path=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "cpu_nccl_pad", "cpu_odc_pad", "cpu_odc_nopad", "smoke"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs(name: str) -> None:
     experiment = load_experiment(CONFIGS / f"{name}.yaml")
     arm = parse_odc(experiment.params).arm
-    assert arm == (name.removeprefix("cpu_") if name.startswith("cpu_") else "stock")
+    assert arm == (name.split("_", 1)[1] if name.endswith("pad") else "stock")
     assert experiment.name == name
 
 
@@ -189,7 +190,7 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("name", ["quickstart", "cpu_nccl_pad", "cpu_odc_pad", "cpu_odc_nopad", "smoke"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_primus_reads_the_same_from_shipped_configs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIMUS_WORKSPACE", str(tmp_path))
     expected = primus_params(CONFIGS / f"{name}.yaml")

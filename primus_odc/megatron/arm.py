@@ -239,7 +239,7 @@ class Arm:
                 loss_sum = self._run_microbatches(minibatch, self.world_size / minibatch.target_tokens)
             if self.pad_empty_ranks:
                 self.reshard()
-        loss, waited = self._report(minibatch, loss_sum)
+        loss, waited = self._report(minibatch, float(loss_sum))
         with self.meter.span("optimizer"):
             grad_norm = self._clip()
             if not math.isfinite(grad_norm):
@@ -252,8 +252,8 @@ class Arm:
             self.engine.publish()
         return loss, grad_norm, waited
 
-    def _run_microbatches(self, minibatch: Minibatch, scale: float) -> float:
-        """Forward and backward of this rank's microbatches; returns its loss sum."""
+    def _run_microbatches(self, minibatch: Minibatch, scale: float) -> torch.Tensor:
+        """Forward and backward of this rank's microbatches; returns its loss sum on the device, not to wait for it before settle."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         last = len(minibatch.microbatches) - 1
         for number, microbatch in enumerate(minibatch.microbatches):
@@ -265,7 +265,7 @@ class Arm:
             with self.meter.span("backward", number):
                 (loss * scale).backward()
             total += loss.detach()
-        return float(total)
+        return total
 
     def _warn_masked(self, minibatch: Minibatch, number: int, microbatch: Microbatch) -> None:
         bucket = minibatch.plan.microbatches[self.rank][number : number + 1]

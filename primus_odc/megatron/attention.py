@@ -1,41 +1,71 @@
 """Packed causal attention and rotary angles for megatron-core, on any device.
 
-Samples packed into one microbatch never see each other: each is attended to alone, by its own call, so the result of a sample does not
-depend on what it was packed with. :class:`PackedAttention` takes the place of Megatron's core attention through a ModuleSpec;
-:class:`PackedRotaryEmbedding` takes the place of `GPTModel.rotary_pos_emb`, which on the first forward would move itself to a CUDA
-device.
+Samples packed into one microbatch never see each other, so the result of a sample does not depend on what it was packed with. Which
+kernel runs follows from device and dtype alone (:func:`kernel_of`) and is never replaced by another one when it fails:
+
+==============================  ===========================================================================================
+NVIDIA GPU, bf16 and fp16       ``varlen``: torch's variable-length flash attention, one call for all samples of a microbatch
+anything else                   ``sdpa``: torch's ``scaled_dot_product_attention``, one call for each sample
+==============================  ===========================================================================================
+
+Anything else is the CPU, fp32 and fp64 (flash attention has no such kernels), and AMD GPUs, where torch's variable-length attention has
+not been tried with this package. Both give the same gradients twice under ``torch.use_deterministic_algorithms(True)``; with
+``warn_only=True`` flash attention's backward stays non-deterministic.
+
+:class:`PackedAttention` takes the place of Megatron's core attention through a ModuleSpec; :class:`PackedRotaryEmbedding` takes the place
+of `GPTModel.rotary_pos_emb`, which on the first forward would move itself to a CUDA device.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from primus_odc.errors import UnsupportedModelError
 from primus_odc.megatron.microbatch import PackedSamples
 
+# torch 2.11 takes any number of key heads that divides the query heads; later versions want to be told.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], scale: float | None = None
-) -> torch.Tensor:
-    """Causal attention inside each packed sample. The one place where the attention kernel is chosen, today the same on every device.
+
+def kernel_of(device_type: str, dtype: torch.dtype, *, rocm: bool = torch.version.hip is not None) -> Literal["varlen", "sdpa"]:
+    """The attention kernel of tensors on such a device; see the table at the top of this module."""
+    return "varlen" if device_type == "cuda" and not rocm and dtype in (torch.bfloat16, torch.float16) else "sdpa"
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, samples: PackedSamples, scale: float | None = None) -> torch.Tensor:
+    """Causal attention inside each packed sample.
 
     Args:
         query: [T, heads, d]. Head i reads key head i // (heads / groups), which are not copied out to all heads.
         key: [T, groups, d]
         value: [T, groups, d]
-        lengths: tokens of each sample, T in all.
+        samples: where they begin and end, T tokens in all; nothing in it is read back from the device.
         scale: factor of the scores; None means 1 / sqrt(d).
 
     Returns:
         [T, heads, d]
     """
+    if kernel_of(query.device.type, query.dtype) == "varlen":
+        borders, longest = samples.device_cu_seqlens, samples.max_seqlen_q
+        out = varlen_attn(query, key, value, borders, borders, longest, longest, scale=scale, window_size=(-1, 0), **_GROUPED)
+        assert isinstance(out, torch.Tensor)
+        return out
+    return attend_by_sample(query, key, value, samples.lengths, scale)
+
+
+def attend_by_sample(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], scale: float | None = None
+) -> torch.Tensor:
+    """:func:`attend` by one call of scaled_dot_product_attention for each sample; ``lengths`` are their tokens."""
     outputs = []
     for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))  # [1, heads, t, d]
@@ -93,7 +123,7 @@ class PackedAttention(torch.nn.Module):
             raise UnsupportedModelError("packed attention needs packed_seq_params to be a primus_odc.megatron.microbatch.PackedSamples")
         if attention_mask is not None or attention_bias is not None:
             raise UnsupportedModelError("packed attention is causal within each sample; it takes neither attention_mask nor attention_bias")
-        arguments = (query, key, value, packed_seq_params.lengths, self.softmax_scale)
+        arguments = (query, key, value, packed_seq_params, self.softmax_scale)
         if self.recompute and torch.is_grad_enabled():
             # No generator state to save: there is no dropout.
             result: torch.Tensor = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)

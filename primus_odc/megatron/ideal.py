@@ -4,14 +4,15 @@ Each rank holds all parameters and runs the microbatches that LB-Mini gives it, 
 shard as large as its shard in an arm. No arm can be faster with the same plan and kernels: what it takes longer is communication and
 waiting.
 
-The weights are those of an arm, copied before every minibatch and outside the measured time, so that the loss must be that arm's loss.
+In a comparison (:class:`Ideal`) the weights are those of an arm, copied before every minibatch and outside the measured time, so that the
+loss must be that arm's loss. For timings alone a :class:`Replica` does.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +22,57 @@ from torch.distributed.tensor import DTensor
 
 from primus_odc.megatron.arm import Arm, Minibatch, build_optimizer
 from primus_odc.megatron.lr import build_scheduler
-from primus_odc.megatron.model import build_gpt
+from primus_odc.megatron.model import PackedGPT, build_gpt
 from primus_odc.planning import Policy
 
 IDEAL = "ideal"
+
+
+class Replica:
+    """All parameters of a model on one rank, to be trained on that rank's microbatches alone: forward and backward of ``model`` as for
+    any module, then :meth:`update`.
+
+    Attributes:
+        model: in the dtype that an arm computes in.
+        shards: fp32 master weights of this rank's part, as large as in an arm.
+        optimizer: of ``shards``.
+    """
+
+    def __init__(
+        self,
+        model: PackedGPT,
+        shards: Iterable[torch.Tensor],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        clip_grad: float,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """``shards``: for each parameter of ``model`` its rows ``[rank * n, (rank + 1) * n)``, n being rows / ``world_size`` rounded up;
+        ``clip_grad``: the largest gradient norm, 0 for none."""
+        self.model = model
+        self.shards = nn.ParameterList(nn.Parameter(shard) for shard in shards)
+        self.optimizer = make_optimizer(self.shards)
+        self._clip_grad = clip_grad or math.inf
+        self._rank, self._world_size = rank, world_size
+
+    def update(self) -> None:
+        """The optimizer step, clipping included; both the replica's and the shards' gradients are gone afterwards."""
+        for shard, parameter in zip(self.shards, self.model.parameters(), strict=True):
+            # This rank's own gradient instead of the sum over ranks: of the right size, which is all that its cost depends on.
+            if parameter.grad is None:  # a rank without microbatches
+                shard.grad = torch.zeros_like(shard)
+            else:
+                shard.grad = own_rows(parameter.grad, self._rank, self._world_size).to(shard.dtype)
+        nn.utils.clip_grad_norm_(self.shards.parameters(), self._clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+
+
+def own_rows(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """The rows of a tensor that FSDP2 gives to a rank: equal parts, rounded up, the last ones shorter or empty."""
+    rows = -(-tensor.shape[0] // world_size)
+    return tensor[rank * rows : (rank + 1) * rows]
 
 
 class Ideal:
@@ -39,19 +87,25 @@ class Ideal:
     def __init__(self, source: Arm, params: Mapping[str, Any], vocab_size: int, device: torch.device) -> None:
         """``source`` is the arm whose weights it follows; the other arguments are the arm's own."""
         self._source = source
-        self._clip_grad = float(params.get("clip_grad", 1.0))
-        self._dtype = torch.bfloat16 if params.get("bf16", False) else torch.float32
-        self._model = build_gpt(params, vocab_size, device=device, dtype=self._dtype)
+        self._device = device
+        dtype = torch.bfloat16 if params.get("bf16", False) else torch.float32
         source.reshard()
-        self._shards = nn.ParameterList(nn.Parameter(_local(parameter).clone()) for parameter in source.model.parameters())
-        self._optimizer = build_optimizer(self._shards, params)
-        self._scheduler = build_scheduler(self._optimizer, params)
+        self._replica = Replica(
+            build_gpt(params, vocab_size, device=device, dtype=dtype),
+            [_local(parameter).clone() for parameter in source.model.parameters()],
+            lambda shards: build_optimizer(shards, params),
+            float(params.get("clip_grad", 1.0)),
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
+        self._scheduler = build_scheduler(self._replica.optimizer, params)
 
     @torch.no_grad()
     def follow(self) -> None:
         """Take over the arm's present weights; collective, and no part of what is measured."""
         self._source.reshard()
-        for own, shard, parameter in zip(self._model.parameters(), self._shards, self._source.model.parameters(), strict=True):
+        replica = self._replica
+        for own, shard, parameter in zip(replica.model.parameters(), replica.shards, self._source.model.parameters(), strict=True):
             own.copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
             shard.copy_(_local(parameter))
 
@@ -59,33 +113,26 @@ class Ideal:
         """Forward, backward and optimizer step of this rank, without a word to the others.
 
         Returns:
-            This rank's loss sum, and the seconds of forward and backward and of the optimizer step.
+            This rank's loss sum, and the seconds of forward and backward and of the optimizer step. On a GPU the device is waited for
+            at the end of both.
         """
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._synchronize()
         start = time.perf_counter()
         for microbatch in minibatch.microbatches:
-            loss = self._model(microbatch)
+            loss = self._replica.model(microbatch)
             (loss / minibatch.target_tokens).backward()
             total += loss.detach()
+        self._synchronize()
         computed = time.perf_counter()
-        self._take_gradients()
-        nn.utils.clip_grad_norm_(self._shards.parameters(), self._clip_grad or math.inf)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._replica.update()
         self._scheduler.step(1)
-        end = time.perf_counter()
-        self._model.zero_grad()
-        return float(total), computed - start, end - computed
+        self._synchronize()
+        return float(total), computed - start, time.perf_counter() - computed
 
-    def _take_gradients(self) -> None:
-        """Give every shard its part of this rank's own gradient: of the right size, which is all that its cost depends on."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        for shard, parameter in zip(self._shards, self._model.parameters(), strict=True):
-            if parameter.grad is None:  # a rank without microbatches
-                shard.grad = torch.zeros_like(shard)
-            else:
-                rows = -(-parameter.shape[0] // world_size)
-                shard.grad = parameter.grad[rank * rows : (rank + 1) * rows].to(shard.dtype)
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,13 @@
 """The output head and the loss in one module: next-token cross entropy, summed over the tokens that count.
 
-Only positions that count reach the head, and their logits exist for one chunk of tokens at a time: with a vocabulary of 65,536 the logits
-of 16,000 tokens would be 4 GiB, once more for their gradient. A chunk's gradients are made right after its loss, while its logits are at
-hand, and wait (one tensor of the size of the inputs, one of the size of the weight) for backward to scale them. So nothing is computed
-twice, unlike with recomputation, and a head that is an FSDP2 module of its own is called, gathered and reduced exactly once a microbatch,
-like every other module.
+Only positions that count reach the head, and their logits exist for one chunk of tokens at a time: with a vocabulary of 151,936 the logits
+of 64,000 tokens would be 36 GiB of fp32, once more for their gradient. A chunk's gradients are made right after its loss, while its logits
+are at hand, and wait (one tensor of the size of the inputs, one of the size of the weight) for backward to scale them. So nothing is
+computed twice, unlike with recomputation, and a head that is an FSDP2 module of its own is called, gathered and reduced exactly once a
+microbatch, like every other module.
+
+The gradient of the weight adds up in fp32 over the chunks of a microbatch and is rounded to the weight's dtype once. Nothing is read back
+from the device.
 
 The value is a sum, not a mean: the caller divides by the number of targets of the whole minibatch over all ranks.
 """
@@ -16,7 +19,20 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-_LOGITS_PER_CHUNK = 2**24  # 64 MiB of fp32
+# On a CPU 64 MiB of fp32, not far from the caches. On a GPU 2 GiB, so that the matrix products are large and adding a chunk's part of the
+# weight's gradient, which moves that whole tensor, is a few per cent of them; with the copies softmax needs about 5 GiB for a moment.
+_LOGITS_PER_CHUNK = {"cpu": 2**24, "cuda": 2**29}
+_TILE = 128  # tokens: rows that GPU kernels compute together
+
+
+def chunk_size(tokens: int, vocabulary: int, device_type: str) -> int:
+    """Tokens of a chunk: as few chunks as the limit of ``device_type`` allows, of about the same size, on a GPU in whole tiles."""
+    most = max(1, _LOGITS_PER_CHUNK[device_type] // vocabulary)
+    if device_type == "cpu":
+        return most
+    most = max(_TILE, most // _TILE * _TILE)
+    even = -(-tokens // max(1, -(-tokens // most)))
+    return max(_TILE, -(-even // _TILE) * _TILE)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -32,13 +48,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             target = targets[part, None]
-            logits = (hidden[part] @ weight.t()).to(wide)
-            log_sum = torch.logsumexp(logits, dim=1, keepdim=True)
-            total += (log_sum - logits.gather(1, target)).sum()
+            log_probability = torch.log_softmax(hidden[part] @ weight.t(), dim=1, dtype=wide)
+            of_target = log_probability.gather(1, target)
+            total -= of_target.sum()
             if not (for_hidden or for_weight):
                 continue
-            # softmax - one-hot, in the memory of the logits
-            error = logits.sub_(log_sum).exp_().scatter_add_(1, target, torch.full_like(log_sum, -1.0)).to(weight.dtype)
+            # softmax - one-hot, in the memory of the logarithms; the targets' own entries first, while small differences from 1 exist
+            error = log_probability.exp_().scatter_(1, target, of_target.expm1_()).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(error, weight, out=grad_hidden[part])
             if grad_weight is not None and grad_weight.dtype == error.dtype:
@@ -69,11 +85,12 @@ class CrossEntropyHead(torch.nn.Module):
     def __init__(self, weight: torch.nn.Parameter, chunk_tokens: int | None = None) -> None:
         """Args:
         weight: [vocabulary, hidden size]
-        chunk_tokens: how many tokens have logits at once; None: as many as fit 64 MiB of fp32.
+        chunk_tokens: how many tokens have logits at once; None: :func:`chunk_size`.
         """
         super().__init__()
         self.weight = weight
-        self.chunk_tokens = chunk_tokens or max(1, _LOGITS_PER_CHUNK // weight.shape[0])
+        self.chunk_tokens = chunk_tokens
+        self.vocabulary = weight.shape[0]  # FSDP2 replaces the weight by a part of it
 
     def forward(self, hidden: torch.Tensor, target_index: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Summed cross entropy of the targets.
@@ -87,5 +104,6 @@ class CrossEntropyHead(torch.nn.Module):
             fp32 scalar (fp64 for fp64 parameters), 0 for n = 0; its gradient reaches every parameter, with zeros for n = 0.
         """
         counted = hidden.squeeze(1).index_select(0, target_index)
-        loss: torch.Tensor = _SummedCrossEntropy.apply(counted, self.weight, targets, self.chunk_tokens, torch.is_grad_enabled())
+        chunk = self.chunk_tokens or chunk_size(counted.shape[0], self.vocabulary, counted.device.type)
+        loss: torch.Tensor = _SummedCrossEntropy.apply(counted, self.weight, targets, chunk, torch.is_grad_enabled())
         return loss

@@ -19,16 +19,19 @@ from primus_odc.errors import DataError
 
 @dataclass
 class PackedSamples(PackedSeqParams):
-    """Megatron's description of a packed sequence, with the lengths as plain numbers too.
+    """Megatron's description of a packed sequence, with the lengths as plain numbers and the borders on the device too.
 
     `cu_seqlens_q` and `cu_seqlens_kv` are host tensors on purpose: Megatron's rotary embedding reads them in every layer.
     """
 
     lengths: tuple[int, ...] = field(default=())
     """Tokens of each sample."""
+    device_cu_seqlens: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
+    """int32 [samples + 1] on the model's device, for kernels that take all samples at once."""
 
     @classmethod
-    def of(cls, cu_seqlens: npt.NDArray[np.int32]) -> PackedSamples:
+    def of(cls, cu_seqlens: npt.NDArray[np.int32], device: torch.device) -> PackedSamples:
+        """``cu_seqlens``: int32 [samples + 1], rising from 0 to the number of tokens."""
         lengths = tuple(int(n) for n in np.diff(cu_seqlens))
         host = torch.from_numpy(np.ascontiguousarray(cu_seqlens, dtype=np.int32))
         return cls(
@@ -38,7 +41,20 @@ class PackedSamples(PackedSeqParams):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             lengths=lengths,
+            device_cu_seqlens=to_device(host, device),
         )
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``host`` itself on the CPU; else a copy that is queued without waiting for the device, from page-locked memory.
+
+    The copy is made in the device's current stream: whatever is queued there afterwards finds it done.
+    """
+    if device.type == "cpu":
+        return host
+    # In another thread than the main one the current device is the first, where page-locking would make a context of its own.
+    with torch.cuda.device(device):
+        return host.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -54,7 +70,7 @@ class Microbatch:
     targets: torch.Tensor
     """int64 [n] on the model's device: those next tokens."""
     packed: PackedSamples
-    """Where the samples begin and end; on the host."""
+    """Where the samples begin and end."""
 
     @property
     def num_targets(self) -> int:
@@ -74,12 +90,12 @@ class Microbatch:
         counted = np.flatnonzero(arrays.loss_mask)
 
         def put(values: npt.NDArray[np.int64]) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
+            return to_device(torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)), device)
 
         return cls(
             tokens=put(arrays.tokens)[None],
             position_ids=put(arrays.position_ids)[None],
             target_index=put(counted),
             targets=put(arrays.labels[counted]),
-            packed=PackedSamples.of(borders),
+            packed=PackedSamples.of(borders, device),
         )

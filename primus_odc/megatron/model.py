@@ -5,12 +5,14 @@ the recomputed block through a ModuleSpec, the rotary embedding and the head (wh
 model. Nothing in torch or Megatron is patched. One call of the model is one microbatch and returns its loss sum, so the head is used inside
 the root module's forward, as FSDP2 needs it, whether or not it is a unit of its own.
 
-The initial weights are drawn on the CPU from `seed` and nothing else: every rank, arm and number of ranks starts with the same model.
+The initial weights of `build_gpt` are drawn on the CPU from `seed` and nothing else: every rank, arm and number of ranks starts with the
+same model.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from primus_odc.errors import ConfigError, ProtocolError
@@ -144,7 +147,7 @@ def build_gpt(
         vocab_size: rows of embedding and head, with whatever padding the caller wants.
         device: where parameters and rotary angles lie in the end; the weights are drawn on the CPU.
         dtype: of the parameters: fp32 for training, also in bf16 (FSDP2 casts while gathering); fp64 for references.
-        chunk_tokens: how many tokens have logits at once; None: as many as fit 64 MiB of fp32.
+        chunk_tokens: how many tokens have logits at once; None: :func:`primus_odc.megatron.loss.chunk_size`.
 
     Raises:
         ConfigError: all keys that are wrong or ask for something this model cannot do.
@@ -158,3 +161,32 @@ def build_gpt(
     model.to(device=device, dtype=dtype)
     model.place_rotary_embedding(device)
     return model
+
+
+def build_gpt_without_weights(params: Mapping[str, Any], vocab_size: int) -> PackedGPT:
+    """A GPT on the meta device, fp32, to be sharded and then given weights by :func:`draw_weights`. Arguments and errors: `build_gpt`."""
+    config = gpt_config(params, vocab_size)
+    initialize_parallel_state()
+    with torch.device("meta"):
+        return PackedGPT(config)
+
+
+@torch.no_grad()
+def draw_weights(model: PackedGPT, device: torch.device, seed: int, rank: int = 0) -> None:
+    """Put the parameters of a model without weights on `device` and draw there what `rank` holds of each.
+
+    Same distribution as `build_gpt`, other numbers: those depend on `seed`, the rank and how the model is sharded, so that nothing is
+    drawn that is not kept. For measurements, where one model is made quickly; training starts from `build_gpt`.
+    """
+    model.to_empty(device=device)
+    model.place_rotary_embedding(device)
+    generator = torch.Generator(device=device).manual_seed(seed * 65536 + rank)
+    config = model.gpt_config.transformer
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if parameter.ndim == 1:
+            local.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            std = config.init_method_std / (math.sqrt(2.0 * config.num_layers) if into_residual else 1.0)
+            local.normal_(0.0, std, generator=generator)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,8 +12,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from primus_odc.errors import UnsupportedModelError
-from primus_odc.megatron.attention import PackedAttention, PackedRotaryEmbedding, attend
+from primus_odc.megatron.attention import PackedAttention, PackedRotaryEmbedding, attend, kernel_of
+from primus_odc.megatron.microbatch import PackedSamples
 from tests.megatron.gpt_cases import CPU, relative_error
+
+
+def packed(lengths: tuple[int, ...], device: torch.device = CPU) -> PackedSamples:
+    return PackedSamples.of(np.cumsum((0, *lengths), dtype=np.int32), device)
 
 
 def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], scale: float) -> torch.Tensor:
@@ -36,13 +42,73 @@ def test_outputs_and_gradients_follow_the_definition(lengths: tuple[int, ...], h
     inputs = [
         torch.randn(sum(lengths), n, 8, dtype=torch.float64, generator=generator).requires_grad_() for n in (heads[0], heads[1], heads[1])
     ]
-    actual = attend(inputs[0], inputs[1], inputs[2], lengths, scale)
+    actual = attend(inputs[0], inputs[1], inputs[2], packed(lengths), scale)
     expected = by_definition(inputs[0], inputs[1], inputs[2], lengths, scale or 1 / math.sqrt(8))
     assert actual.shape == inputs[0].shape
     assert relative_error(actual, expected) < 1e-13
     weights = torch.randn(actual.shape, dtype=torch.float64, generator=generator)
     grads = zip(torch.autograd.grad((actual * weights).sum(), inputs), torch.autograd.grad((expected * weights).sum(), inputs), strict=True)
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_kernel_follows_from_device_and_dtype(dtype: torch.dtype) -> None:
+    assert kernel_of("cpu", dtype) == "sdpa"
+    assert kernel_of("cuda", dtype, rocm=True) == "sdpa"
+    assert kernel_of("cuda", dtype, rocm=False) == ("varlen" if dtype in (torch.bfloat16, torch.float16) else "sdpa")
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [(12, 12), (12, 2)])
+@pytest.mark.parametrize("lengths", [(1,), (300, 1, 77, 129), (4000, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_outputs_and_gradients_follow_the_definition(dtype: torch.dtype, lengths: tuple[int, ...], heads: tuple[int, int]) -> None:
+    gpu = torch.device("cuda")
+    generator = torch.Generator(device=gpu).manual_seed(0)
+    inputs = [torch.randn(sum(lengths), n, 128, device=gpu, generator=generator) for n in (heads[0], heads[1], heads[1])]
+    weights = torch.randn(sum(lengths), heads[0], 128, device=gpu, generator=generator)
+    rounded = [x.to(dtype).requires_grad_() for x in inputs]
+    actual = attend(rounded[0], rounded[1], rounded[2], packed(lengths, gpu))
+    grads = torch.autograd.grad((actual * weights).sum(), rounded)
+    wide = [x.detach().float().cpu().requires_grad_() for x in rounded]
+    expected = attend(wide[0], wide[1], wide[2], packed(lengths))
+    expected_grads = torch.autograd.grad((expected * weights.cpu()).sum(), wide)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-3
+    assert actual.dtype == dtype
+    assert relative_error(actual.cpu(), expected) < tolerance
+    for name, grad, wanted in zip("qkv", grads, expected_grads, strict=True):
+        assert relative_error(grad.cpu(), wanted) < tolerance, name
+
+
+@needs_gpu
+def test_on_a_gpu_deterministic_mode_repeats_itself() -> None:
+    gpu, lengths = torch.device("cuda"), (9000, 3000)
+    inputs = [torch.randn(12000, n, 128, device=gpu, dtype=torch.bfloat16).requires_grad_() for n in (12, 2, 2)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(3):
+            out = attend(inputs[0], inputs[1], inputs[2], packed(lengths, gpu))
+            runs.append([out, *torch.autograd.grad(out.float().sum(), inputs)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@needs_gpu
+def test_on_a_gpu_nothing_waits_for_the_device() -> None:
+    gpu, lengths = torch.device("cuda"), (900, 300)
+    inputs = [torch.randn(1200, n, 128, device=gpu, dtype=torch.bfloat16).requires_grad_() for n in (12, 2, 2)]
+    samples = packed(lengths, gpu)
+    attend(inputs[0], inputs[1], inputs[2], samples).sum().backward()  # first use may initialise libraries
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend(inputs[0], inputs[1], inputs[2], samples).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def build(mask: AttnMaskType = AttnMaskType.causal, dropout: float = 0.0) -> PackedAttention:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primus_odc.megatron.loss import CrossEntropyHead
+from primus_odc.megatron.loss import CrossEntropyHead, chunk_size
 from tests.megatron.gpt_cases import relative_error
 
 TOKENS, HIDDEN, VOCAB = 40, 6, 50
@@ -84,5 +84,56 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
-def test_the_default_chunk_fits_64_mib() -> None:
-    assert CrossEntropyHead(torch.nn.Parameter(torch.empty(65536, 1))).chunk_tokens * 65536 * 4 == 64 * 2**20
+@pytest.mark.parametrize("vocabulary", [97, 65536, 151936])
+@pytest.mark.parametrize("tokens", [1, 5000, 65536])
+def test_chunks_are_few_and_of_one_size(tokens: int, vocabulary: int) -> None:
+    assert chunk_size(tokens, vocabulary, "cpu") * vocabulary * 4 <= 64 * 2**20
+    size = chunk_size(tokens, vocabulary, "cuda")
+    assert size % 128 == 0
+    assert size == 128 or size * vocabulary * 4 <= 2 * 2**30
+    chunks = -(-tokens // size)
+    assert chunks == -(-tokens // max(size, 2**29 // vocabulary // 128 * 128)), "no more chunks than the limit asks for"
+    assert chunks * size - tokens < chunks * 128 + 128
+
+
+def test_a_confident_prediction_keeps_its_small_gradient() -> None:
+    """p = 1 - 1e-4 is 1 in bf16, and its gradient p - 1 would be lost."""
+    weight = torch.nn.Parameter(torch.tensor([[9.2], [0.0]], dtype=torch.bfloat16))
+    hidden = torch.ones(1, 1, 1, dtype=torch.bfloat16)
+    CrossEntropyHead(weight)(hidden, torch.tensor([0]), torch.tensor([0])).backward()
+    p = torch.sigmoid(weight.detach()[0, 0].double())
+    assert weight.grad is not None and float(weight.grad[0, 0]) == pytest.approx(float(p - 1), rel=5e-3)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 5000, 65536])
+def test_on_a_gpu_a_large_vocabulary_fits_and_nothing_waits(tokens: int) -> None:
+    gpu, vocabulary, size = torch.device("cuda"), 151936, 1536
+    weight = torch.nn.Parameter(torch.randn(vocabulary, size, device=gpu, dtype=torch.bfloat16) * 0.02)
+    hidden = torch.randn(tokens, 1, size, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+    counted, targets = torch.arange(tokens, device=gpu), torch.randint(0, vocabulary, (tokens,), device=gpu)
+    head = CrossEntropyHead(weight)
+    (head(hidden, counted, targets) / tokens).backward()  # libraries are initialised
+    weight.grad = hidden.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = head(hidden, counted, targets)
+        (loss / tokens).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 9 * 2**30, "5 GiB for a chunk, 2 for the weight's gradient, the inputs"
+    assert weight.grad is not None and hidden.grad is not None
+    few = slice(0, 256)
+    logits = (hidden.detach()[few, 0].float() @ weight.detach().float().t()).requires_grad_()
+    expected = F.cross_entropy(logits, targets[few], reduction="sum")
+    (error,) = torch.autograd.grad(expected / tokens, logits)
+    assert relative_error(hidden.grad[few, 0], error @ weight.detach().float()) < 2e-2
+    if tokens <= 256:
+        assert relative_error(loss, expected) < 1e-3
+        assert relative_error(weight.grad, error.t() @ hidden.detach()[few, 0].float()) < 2e-2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from primus_odc.data.packing import pack_microbatch
 from primus_odc.errors import ConfigError, ProtocolError
 from primus_odc.megatron.microbatch import Microbatch
-from primus_odc.megatron.model import build_gpt
+from primus_odc.megatron.model import build_gpt, build_gpt_without_weights, draw_weights
 from tests.megatron.gpt_cases import CPU, GPT2, PARTLY_ROTATED, QWEN2, VOCAB, gradients, make_model, make_samples, relative_error
 from tests.reference_gpt import reference_hidden, reference_loss_and_gradients
 
@@ -132,3 +133,39 @@ def test_torch_distributed_must_be_initialised(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(ProtocolError, match=r"initialise torch\.distributed"):
         build_gpt(QWEN2, VOCAB, device=CPU)
+
+
+@pytest.mark.parametrize("params", [QWEN2, GPT2], ids=["qwen2", "gpt2"])
+def test_weights_drawn_in_place_have_the_distribution_of_the_built_ones(params: dict[str, Any]) -> None:
+    wide = {**params, "hidden_size": 256, "ffn_hidden_size": 384}
+    built, drawn = build_gpt(wide, VOCAB, device=CPU), build_gpt_without_weights(wide, VOCAB)
+    assert all(parameter.is_meta for parameter in drawn.parameters())
+    draw_weights(drawn, CPU, seed=3)
+    assert [name for name, _ in drawn.named_parameters()] == [name for name, _ in built.named_parameters()]
+    for (name, own), expected in zip(drawn.named_parameters(), built.parameters(), strict=True):
+        assert own.shape == expected.shape and own.dtype == expected.dtype, name
+        if own.ndim == 1:
+            assert torch.equal(own, expected), name
+        else:
+            assert abs(float(own.std() / expected.std()) - 1) < 0.05 and abs(float(own.mean())) < float(own.std()) / 20, name
+    microbatch = Microbatch.of(pack_microbatch(make_samples((9, 4))), CPU)
+    assert drawn(microbatch).item() == pytest.approx(microbatch.num_targets * math.log(VOCAB), rel=0.5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_nothing_waits_for_the_device() -> None:
+    gpu = torch.device("cuda")
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    model = build_gpt({**QWEN2, "hidden_size": 256, **recomputed}, VOCAB, device=gpu, dtype=torch.bfloat16)
+    arrays = pack_microbatch(make_samples(LENGTHS))
+    model(Microbatch.of(arrays, gpu)).backward()  # libraries are initialised, angles made
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        microbatch = Microbatch.of(arrays, gpu)
+        loss = model(microbatch)
+        (loss / microbatch.num_targets).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    reference = build_gpt({**QWEN2, "hidden_size": 256}, VOCAB, device=CPU)
+    expected = reference(Microbatch.of(arrays, CPU))
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-2)

@@ -1,0 +1,164 @@
+"""``primus-odc bench primitives | train | report``: start the ranks on this host, or make the tables of a result file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from primus_odc.bench.job import IDEAL, LENGTHS, ON_DEMAND, STOCK, Job
+from primus_odc.bench.results import load, merge, save
+from primus_odc.bench.shapes import SHAPES
+from primus_odc.errors import ConfigError
+from primus_odc.megatron.local_ranks import run_ranks
+from primus_odc.report.machine import describe_command
+
+KIB, MIB = 2**10, 2**20
+DEFAULT_SIZES = [256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
+_SUFFIXES = {"K": KIB, "M": MIB, "G": 2**30}
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``primus-odc bench``."""
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    train = kinds.add_parser("train", help="steps of all arms on the same minibatches", allow_abbrev=False)
+    train.add_argument("--points", type=_point, nargs="+", required=True, metavar="SAMPLES[:CAP]", help="samples a rank, microbatch cap")
+    train.add_argument(
+        "--arms",
+        nargs="+",
+        default=["nccl_pad", "odc_pad", "odc_nopad", IDEAL],
+        metavar="ARM",
+        help=f"of {', '.join([*STOCK, *ON_DEMAND, IDEAL])}, odc_nopad:resident, odc_nopad:owner",
+    )
+    train.add_argument("--cap", type=_positive, default=32768, metavar="TOKENS", help="cap of points that name none (default: 32768)")
+    train.add_argument("--minibatches", type=_positive, default=8, metavar="N", help="of every point (default: 8)")
+    train.add_argument("--sequence", type=_positive, default=2, metavar="N", help="minibatches an arm runs back to back (default: 2)")
+    train.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b")
+    train.add_argument("--lengths", choices=LENGTHS, default=LENGTHS[0], help="of the samples; equal: all of half the cap")
+    train.add_argument("--layers", type=_positive, metavar="N", help="instead of the shape's own number")
+    train.add_argument("--seed", type=int, default=0, help="of lengths and weights (default: 0)")
+    train.add_argument("--optimizer", choices=["local", "graph", "dtensor"], default="local", help="see bench/optimizer.py")
+    train.add_argument("--clip-grad", type=float, default=1.0, metavar="NORM", help="0: only the norm")
+    train.add_argument(
+        "--fixed-tokens", type=float, default=128.0, metavar="N", help="a microbatch's fixed cost in the plan (default: 128)"
+    )
+    train.add_argument("--share-model", action="store_true", help="one model for all arms; engines come and go between visits")
+    train.add_argument("--deterministic", action="store_true", help="torch.use_deterministic_algorithms, engine option deterministic")
+    train.add_argument("--budget-s", type=float, default=0.0, metavar="S", help="start no block that would end later; 0: no limit")
+    train.add_argument("--trace", metavar="DIR", help="afterwards one minibatch of every arm as a trace and a picture")
+    primitives = kinds.add_parser("primitives", help="gather and scatter-accumulate against the collectives", allow_abbrev=False)
+    primitives.add_argument("--sizes", type=_bytes, nargs="+", default=DEFAULT_SIZES, metavar="BYTES", help="of the whole tensor, e.g. 64M")
+    primitives.add_argument("--repeats", type=_positive, default=20, metavar="N", help="timings of each (default: 20)")
+    for kind in (train, primitives):
+        kind.add_argument("--out", required=True, metavar="FILE.json", help="result file; entries are added to it")
+        kind.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+        kind.add_argument("--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
+        kind.add_argument("--transport", default="auto", help="of the engine, as odc.transport")
+        kind.add_argument("--timeout-s", type=float, default=120.0, metavar="S", help="for a silent peer or collective (default: 120)")
+        kind.add_argument("--commit", metavar="TEXT", help="what was measured, where git cannot tell")
+    report = kinds.add_parser("report", help="result files as Markdown", allow_abbrev=False)
+    report.add_argument("files", type=Path, nargs="+", metavar="FILE.json", help="runs of one commit and machine are put together")
+    report.add_argument("--output", type=Path, metavar="FILE.md", help="default: standard output")
+    report.add_argument("--merged", type=Path, metavar="FILE.json", help="write all results into one file too")
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run the benchmark, or print its tables; returns the exit code.
+
+    Raises:
+        ConfigError: wrong arguments.
+        OdcError: a rank failed; the message holds what it said.
+    """
+    if args.kind == "report":
+        from primus_odc.bench.markdown import render
+
+        if missing := [str(file) for file in args.files if not file.exists()]:
+            raise ConfigError([f"{file} does not exist" for file in missing])
+        content = load(args.files[0])
+        for file in args.files[1:]:
+            merge(content, load(file))
+        if args.merged is not None:
+            save(args.merged, content)
+        _put(render(content), args.output)
+        return 0
+    load(Path(args.out))  # rather now than after the measurement
+    with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
+        job = _job(args, str(Path(folder) / "store"))
+        job.check()
+        file = Path(folder) / "job.json"
+        job.write(file)
+        run_ranks("primus_odc.bench.worker", [str(file)], job.world_size, silence_s=4 * job.timeout_s, progress=_show)
+    return 0
+
+
+def _job(args: argparse.Namespace, store: str) -> Job:
+    common = {
+        "kind": args.kind,
+        "device": args.device,
+        "world_size": args.nproc or _default_ranks(args.device),
+        "transport": args.transport,
+        "timeout_s": args.timeout_s,
+        "out": args.out,
+        "commit": args.commit,
+        "command": describe_command(sys.argv),
+        "store": store,
+    }
+    if args.kind == "primitives":
+        return Job(**common, bytes=args.sizes, repeats=args.repeats)
+    divisor = SHAPES[args.shape].length_divisor
+    points = [(samples, max(1, (cap or args.cap) // divisor)) for samples, cap in args.points]
+    names = (
+        "arms",
+        "lengths",
+        "minibatches",
+        "sequence",
+        "shape",
+        "layers",
+        "seed",
+        "optimizer",
+        "clip_grad",
+        "fixed_tokens",
+        "share_model",
+    )
+    rest = {name: getattr(args, name) for name in (*names, "deterministic", "budget_s", "trace")}
+    return Job(**common, points=points, **rest)
+
+
+def _default_ranks(device: str) -> int:
+    if device == "cpu":
+        return 2
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigError(["--device cuda: torch sees no GPU; use --device cpu --shape tiny to try the benchmark"])
+    return count
+
+
+def _put(text: str, output: Path | None) -> None:
+    if output is None:
+        print(text, end="")
+    else:
+        output.write_text(text, encoding="utf-8")
+
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _point(word: str) -> tuple[int, int | None]:
+    samples, _, cap = word.partition(":")
+    return _positive(samples), _positive(cap) if cap else None
+
+
+def _bytes(word: str) -> int:
+    unit = _SUFFIXES.get(word[-1:].upper())
+    return _positive(word[:-1]) * unit if unit else _positive(word)
+
+
+def _positive(word: str) -> int:
+    value = int(word)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{word} is not at least 1")
+    return value

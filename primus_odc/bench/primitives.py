@@ -1,0 +1,201 @@
+"""One rank of ``primus-odc bench primitives``: the engine's two transfers against the collectives they stand for.
+
+*gather*: an unsharded bf16 tensor from every rank's part, against all-gather. *scatter-accumulate*: every rank's fp32 gradients of the
+whole tensor are added up at the owners, against reduce-scatter; it is taken as the engine does it for one group and one microbatch, from
+the moment FSDP2 hands over its gradients until settle has put the sums in place.
+
+What is timed are the engine's own calls with the very arguments FSDP2 gave it: a model of one parameter runs once, and its calls are
+repeated. Each round times the engine and the collective in turn.
+
+Beside GEMMs: a row of matrix products in the current stream, the transfers in another one; what counts is how much longer the products
+take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from primus_odc.bench.clock import Clock
+from primus_odc.bench.job import Job
+from primus_odc.bench.results import append, identity
+from primus_odc.config import parse_options
+from primus_odc.fsdp.engine import Engine
+from primus_odc.fsdp.native import all_gather_single, reduce_scatter_single
+from primus_odc.megatron.compare_rank import tell
+
+COLUMNS = 1024
+GEMM_SIZE = 8192
+GEMMS = 12  # about 20 ms on an H200
+GATHERS = 8  # back to back; a settle ends its minibatch, so there is one at a time
+WARM_UP = 3
+
+
+class CallRecorder(Engine):
+    """An engine that keeps the arguments of the last gather and the last reduction."""
+
+    gathered: tuple[Any, ...] = ()
+    reduced: tuple[Any, ...] = ()
+
+    def gather(self, *arguments: Any, **named: Any) -> None:
+        self.gathered = (arguments, named)
+        super().gather(*arguments, **named)
+
+    def reduce(self, *arguments: Any, **named: Any) -> None:
+        self.reduced = (arguments, named)
+        super().reduce(*arguments, **named)
+
+    def gather_again(self) -> None:
+        """The last gather once more, into the same memory."""
+        arguments, named = self.gathered
+        super().gather(*arguments, **named)
+
+    def scatter_again(self) -> None:
+        """The last reduction once more, and settle; a minibatch has begun."""
+        arguments, named = self.reduced
+        super().reduce(*arguments, **named)
+        self.settle()
+
+
+class OneParameter(nn.Module):
+    """A weight that is used in backward but costs nothing to speak of."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, COLUMNS))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum()
+
+
+def bench_primitives(job: Job, device: torch.device) -> None:
+    """Measure all sizes of ``job``."""
+    clock = Clock(device)
+    run = identity(job.commit) if dist.get_rank() == 0 else {}
+    operations = []
+    for nbytes in job.bytes:
+        operations += _size(job, device, clock, nbytes)
+        tell(f"{nbytes} bytes done")
+    if dist.get_rank() == 0:
+        keep = ("device", "world_size", "transport", "repeats", "command")
+        append(Path(job.out), run, {"kind": "primitives", **{key: getattr(job, key) for key in keep}, "operations": operations})
+
+
+def _size(job: Job, device: torch.device, clock: Clock, nbytes: int) -> list[dict[str, Any]]:
+    """Both operations at one size of the whole bf16 tensor; the gradients are twice as large."""
+    world_size = job.world_size
+    rows = max(1, nbytes // (2 * COLUMNS * world_size)) * world_size
+    mesh = init_device_mesh(device.type, (world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = OneParameter(rows).to(device)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    options = {"transport": job.transport, "timeout_s": job.timeout_s, "accumulate": "local", "parameters": "reshard"}
+    engine = CallRecorder(model, parse_options(options))
+    engine.begin_minibatch(1)
+    model().backward()
+    engine.settle()
+    engine.publish()
+    whole = torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device)
+    part = torch.zeros(rows // world_size, COLUMNS, dtype=torch.bfloat16, device=device)
+    whole_gradient, part_gradient = torch.zeros_like(whole, dtype=torch.float32), torch.zeros_like(part, dtype=torch.float32)
+    gather: _Pair = (_times(GATHERS, engine.gather_again), _times(GATHERS, lambda: _wait(all_gather_single(whole, part))))
+    scatter: _Pair = (engine.scatter_again, lambda: _wait(reduce_scatter_single(part_gradient, whole_gradient)))
+    measured = [
+        _operation("gather", GATHERS, whole.nbytes, gather, lambda: None, job, device, clock),
+        _operation("scatter-accumulate", 1, whole_gradient.nbytes, scatter, lambda: _begin(engine, model), job, device, clock),
+    ]
+    engine.detach()
+    return measured
+
+
+_Pair = tuple[Callable[[], None], Callable[[], None]]
+
+
+def _begin(engine: Engine, model: nn.Module) -> None:
+    model.zero_grad()
+    engine.begin_minibatch(None)
+
+
+def _operation(
+    name: str, calls: int, nbytes: int, pair: _Pair, prepare: Callable[[], None], job: Job, device: torch.device, clock: Clock
+) -> dict[str, Any]:
+    """``pair``: the engine's transfer and the collective, each ``calls`` times in one call; ``prepare`` comes before the engine's, outside
+    the measured time."""
+    own, collective = pair
+    times: dict[str, list[float]] = {"engine_us": [], "collective_us": []}
+    for repeat in range(WARM_UP + job.repeats):
+        for key, call, before in (("engine_us", own, prepare), ("collective_us", collective, lambda: None)):
+            before()
+            _meet(clock)
+            start = clock.mark()
+            call()
+            end = clock.mark()
+            clock.synchronize()
+            if repeat >= WARM_UP:
+                times[key].append(1e3 * _slowest(clock.ms(start, end)) / calls)
+    return {
+        "operation": name,
+        "nbytes": nbytes,
+        "calls": calls,
+        "bytes_moved": nbytes * (job.world_size - 1) / job.world_size,
+        **times,
+        "beside": _beside(pair, prepare, job, device, clock) if device.type == "cuda" else None,
+    }
+
+
+def _beside(pair: _Pair, prepare: Callable[[], None], job: Job, device: torch.device, clock: Clock) -> dict[str, list[float]]:
+    """Milliseconds of a row of GEMMs, alone and with each transfer running beside them."""
+    factor = torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16)
+    side = torch.cuda.Stream(device)
+    times: dict[str, list[float]] = {"alone_ms": [], "engine_ms": [], "collective_ms": []}
+    for repeat in range(WARM_UP + job.repeats):
+        for key, call, before in (
+            ("alone_ms", None, lambda: None),
+            ("engine_ms", pair[0], prepare),
+            ("collective_ms", pair[1], lambda: None),
+        ):
+            before()
+            _meet(clock)
+            start = clock.mark()
+            for _ in range(GEMMS):
+                torch.mm(factor, factor)
+            end = clock.mark()
+            if call is not None:
+                with torch.cuda.stream(side):
+                    call()
+            clock.synchronize()
+            if repeat >= WARM_UP:
+                times[key].append(_slowest(clock.ms(start, end)))
+    return times
+
+
+def _times(count: int, call: Callable[[], None]) -> Callable[[], None]:
+    def repeated() -> None:
+        for _ in range(count):
+            call()
+
+    return repeated
+
+
+def _meet(clock: Clock) -> None:
+    clock.synchronize()
+    dist.barrier()
+    clock.synchronize()
+
+
+def _slowest(value: float) -> float:
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

@@ -1,0 +1,83 @@
+"""One rank of a benchmark, started by :mod:`primus_odc.bench.command` as ``python -m primus_odc.bench.worker RANK JOB``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+from primus_odc.bench.job import Job
+from primus_odc.errors import ConfigError, OdcError
+from primus_odc.megatron.local_ranks import end_with_parent
+from primus_odc.versions import require_megatron, require_torch
+
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Set where the caller has not: transfers get hardware queues of their own, and memory is not fragmented by changing lengths."""
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def main(arguments: list[str]) -> None:
+    """Run one rank and end the process."""
+    started = time.monotonic()
+    end_with_parent()
+    rank, job = int(arguments[0]), Job.read(Path(arguments[1]))
+    for key, value in (ENVIRONMENT | (DETERMINISTIC if job.deterministic else {})).items():
+        os.environ.setdefault(key, value)
+    logging.basicConfig(stream=sys.stdout if rank == 0 else sys.stderr, level=logging.WARNING, format="%(message)s")
+    logging.getLogger("primus_odc").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    code = 0
+    try:
+        _run(rank, job, started)
+    except OdcError as error:
+        print(error, file=sys.stderr)
+        code = 2
+    except Exception:  # noqa: BLE001 - whatever it is, the process that started the ranks reports it
+        traceback.print_exc()
+        code = 1
+    # Leaving through the interpreter's end right after a collective of gloo aborts now and then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(rank: int, job: Job, started: float) -> None:
+    require_torch()
+    require_megatron()
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cpu")
+    if job.device == "cuda":
+        if not torch.cuda.is_available() or torch.cuda.device_count() < job.world_size:
+            raise ConfigError([f"--device cuda: {job.world_size} ranks need as many GPUs, torch sees {torch.cuda.device_count()}"])
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.world_size))
+    dist.init_process_group(
+        "nccl" if job.device == "cuda" else "gloo",
+        init_method=f"file://{job.store}",
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout_s),
+        device_id=device if job.device == "cuda" else None,
+    )
+    if job.kind == "train":
+        from primus_odc.bench.train import bench_train
+
+        bench_train(job, device, started)
+    else:
+        from primus_odc.bench.primitives import bench_primitives
+
+        bench_primitives(job, device)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
