@@ -153,6 +153,7 @@ class RankProtocol:
         self.has_data = [False] * len(topology.groups)
         self.declared = [False] * len(topology.groups)
         self._heads = [0] * topology.ranks
+        self._tails = [0] * topology.ranks
         self._exchanges = 0
 
     def publish(self) -> Steps:
@@ -273,10 +274,11 @@ class RankProtocol:
         Arrivals belong to the first epoch this rank has not finished (invariant 3). ``head`` is read before ``done``, so a piece of
         the next epoch, which exists only after ``done``, is never taken for one of this.
         """
-        head, tail = read_word(source, "head", self.t.rank), read_word(self.t.rank, "tail", source)
+        head, tail = read_word(source, "head", self.t.rank), self._tails[source]
         epoch = read_word(self.t.rank, "done", 0) + 1
         for position in range(tail, head):
             yield Do(lambda position=position: self.plane.add_arrival(source, position % self.slots, epoch))  # type: ignore[misc]
+            self._tails[source] = position + 1  # not read back from the word, which a device stores later
             yield Store("tail", source, position + 1)
 
     def exchange(self, put: Callable[[int], None], operation: str) -> Iterator[Effect]:

@@ -1,7 +1,8 @@
 """Many ranks' protocol generators in one process, interleaved by a random schedule over a memory that notices every torn or stale access.
 
 A ``Do`` is executed in two halves, between which any other agent may run: a write leaves ``TORN`` in the cell until its second half, a
-read looks twice and must see the same complete value both times. Reading a control word is a preemption point as well. What the ranks
+read looks twice and must see the same complete value both times. Reading a control word is a preemption point as well. In half of the
+schedules words are stored late, as device streams do it: in order, but any time after the effect, even for the rank itself. What the ranks
 move is not numbers but tokens ``(source, epoch, group, microbatch, shard)``, so a contribution that is lost, doubled or counted in the
 wrong epoch is seen as such.
 """
@@ -9,7 +10,7 @@ wrong epoch is seen as such.
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,6 +162,8 @@ class Agent:
     wait: Wait | Pending | None = None
     running: bool = False
     ended: bool = False
+    stores: deque[Store] = field(default_factory=deque)
+    """Given to this agent's stream and not visible yet."""
 
 
 @dataclass
@@ -203,6 +206,8 @@ class World:
             if scenario.mode == "owner":
                 self.agents.append(Agent(f"progress of {rank}", self._progress(protocol), plane))
         self.agents += mains
+        self.late = self.schedule.random() < 0.5
+        self.agents += [Agent(f"stream of {a.name}", self._stream(a), a.plane) for a in list(self.agents)]
         stickiness, chance = self.schedule.choice((0.3, 0.8, 0.97)), self.schedule.random
         self.unfinished = len(mains)
         while self.unfinished:
@@ -250,7 +255,10 @@ class World:
                 effect.action()
                 agent.finish, agent.plane.finish = agent.plane.finish, None
             elif isinstance(effect, Store):
-                self._store(agent.plane.rank, effect)
+                if self.late:
+                    agent.stores.append(effect)
+                else:
+                    self._store(agent.plane.rank, effect)
             else:
                 agent.wait = effect
         agent.running = False
@@ -260,6 +268,12 @@ class World:
         if store.value < self.words[key]:
             raise Violation(f"word {key} falls from {self.words[key]} to {store.value}")
         self.words[key] = store.value
+
+    def _stream(self, agent: Agent) -> Iterator[Effect | Pending]:
+        """Makes what ``agent`` stored visible, some time."""
+        while True:
+            yield lambda: list(range(len(agent.stores)))
+            self._store(agent.plane.rank, agent.stores.popleft())
 
     def _progress(self, protocol: RankProtocol) -> Iterator[Effect | Pending]:
         """The owner's progress thread: serves a source that has pushed, any of them, and now and then one that has not."""

@@ -163,6 +163,14 @@ class ResetsAtBegin(RankProtocol):
         self.plane.reset_sums()  # type: ignore[attr-defined]
 
 
+class ReadsTailBack(RankProtocol):
+    """Takes its own tail from the word, which a device stores later than the host goes on."""
+
+    def serve(self, read_word: Callable[[int, str, int], int], source: int) -> Steps:
+        self._tails[source] = read_word(self.t.rank, "tail", source)
+        yield from super().serve(read_word, source)
+
+
 class ResettingPlane(SimPlane):
     def reset_sums(self) -> None:
         for group in range(self.w.scenario.groups):
@@ -209,6 +217,7 @@ MUTANTS: dict[str, tuple[Scenario, dict[str, Any]]] = {
     "settle without waiting for final": (OWNER, {"protocol": SettlesWithoutFinal}),
     "serve reads done before head": (dataclasses.replace(OWNER, world_size=2), {"protocol": ServesDoneBeforeHead}),
     "slots freed before they are added": (OWNER, {"protocol": FreesSlotsEarly}),
+    "own tail read back from the word": (OWNER, {"protocol": ReadsTailBack}),
     "accumulator reset at begin": (OWNER, {"protocol": ResetsAtBegin, "plane": ResettingPlane}),
     "accumulator never reset": (OWNER, {"plane": KeepsOldSums}),
     "summed before arrivals": (dataclasses.replace(HSDP, mode="owner"), {"protocol": SummedBeforeArrivals}),
