@@ -27,6 +27,11 @@ class Clock:
         event.record()
         return event
 
+    @property
+    def on_device(self) -> bool:
+        """Whether marks are events of a device."""
+        return self._device.type != "cpu"
+
     def ms(self, start: Any, end: Any) -> float:
         """Milliseconds from one mark to a later one."""
         if self._device.type == "cpu":

@@ -39,6 +39,8 @@ class Marks:
     """The optimizer is done."""
     end: Any = None
     """On demand the parameters are published too."""
+    deliveries: list[tuple[Any, int]] | None = None
+    """On demand, on a GPU: when each group's gradients were there, and the bytes that were pulled for it."""
 
 
 @dataclass
@@ -104,6 +106,8 @@ class Runner:
         model, engine, optimizer = self.station.model, self.station.engine, self.station.optimizer
         engine.begin_minibatch(len(minibatch.microbatches))
         marks, total = self._microbatches(minibatch, model, 1.0 / minibatch.target_tokens)
+        if self._clock.on_device:
+            marks.deliveries = engine.time_settle()
         with record_function("settle"):
             engine.settle()
         marks.settled = self._clock.mark()
@@ -197,7 +201,8 @@ def visit(runner: Runner, minibatches: Sequence[BenchMinibatch], clock: Clock) -
         if stats is not None:
             step.host_wait_ms = 1e3 * sum(stats["waited_s"].values())
             step.bytes_gathered, step.bytes_reduced = stats["bytes_gathered"], stats["bytes_reduced"]
-            step.bytes_hidden = stats.get("bytes_hidden")
+            if marks.deliveries is not None:
+                step.bytes_hidden = sum(size for event, size in marks.deliveries if clock.ms(begin, event) <= step.computed_at)
         before_ms = end_ms
         steps.append(step)
     ranks: list[list[RankStep]] = [steps] * dist.get_world_size()

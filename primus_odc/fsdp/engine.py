@@ -180,6 +180,7 @@ class Engine:
                 run(self._heap, self._protocol.settle(self._heap.words.read))
                 self._edits.fetch()
             lanes.join(lanes.settle)
+            self._plane.deliveries = None
 
     def publish(self) -> None:
         """Make this rank's parameters visible to the others, as the next epoch; called on every rank.
@@ -242,6 +243,11 @@ class Engine:
             "bytes_gathered": now["bytes_gathered"] - before["bytes_gathered"],
             "bytes_reduced": now["bytes_reduced"] - before["bytes_reduced"],
         }
+
+    def time_settle(self) -> list[tuple[Any, int]]:
+        """A list that the next settle fills: for every group a timing event (of the device) at its delivery, and the bytes pulled for it."""
+        self._plane.deliveries = []
+        return self._plane.deliveries
 
     def detach(self) -> None:
         """Give the model FSDP2's own communication back and leave; called on every rank. A minibatch in progress is settled first.

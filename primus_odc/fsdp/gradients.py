@@ -20,6 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from primus_odc.errors import ProtocolError, UnsupportedModelError
 from primus_odc.fsdp.probe import Unit
 
+_ROW = 4096
+"""Elements whose norm is taken in one piece."""
+
 
 class GradientStore:
     """Owns the gradient buffers of all units, in unit order."""
@@ -98,17 +101,17 @@ class GradientStore:
     def local_power_sum(self, norm_type: float) -> torch.Tensor:
         """This rank's part of the global norm, 0-dim fp64 where the gradients are: ``sum |g|^p``, or ``max |g|`` for the infinity norm."""
         self._require_ours()
-        parts = [torch.linalg.vector_norm(f, norm_type, dtype=torch.float64) for f in self.flat.values() if f.numel()]
+        parts = [part for f in self.flat.values() if f.numel() for part in _row_norms(f, norm_type)]
         if not parts:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        both = torch.stack(parts)
-        return both.max() if math.isinf(norm_type) else both.pow(norm_type).sum()
+        rows = torch.cat(parts)
+        return rows.max() if math.isinf(norm_type) else rows.pow(norm_type).sum()
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply every gradient by ``factor`` (0-dim)."""
         self._require_ours()
         for flat in self.flat.values():
-            flat.mul_(factor)
+            flat.mul_(factor.to(flat.dtype))  # a factor of another dtype takes a slow path on devices
 
     def _require_no_other_hook(self, name: str, parameter: torch.Tensor) -> None:
         # A private attribute, present in all tested versions and read only: torch has no public way to ask.
@@ -127,3 +130,15 @@ class GradientStore:
                         f"the gradient of {u.spec.params[i].name} is not the one settle() delivered; take norms and clip between settle() "
                         "and zero_grad(), and do not assign .grad in between"
                     )
+
+
+def _row_norms(flat: torch.Tensor, norm_type: float) -> list[torch.Tensor]:
+    """fp64 norms of rows of 4096 elements and of the rest.
+
+    On a CPU all arithmetic is fp64. On a device, where that is several times as slow, a row's norm is taken in the gradients' own dtype,
+    by a tree of additions; what is added up afterwards is fp64.
+    """
+    dtype = torch.float64 if flat.device.type == "cpu" else None
+    whole = flat.numel() // _ROW * _ROW
+    rows = [flat[:whole].view(-1, _ROW), flat[whole:].view(1, -1)]
+    return [torch.linalg.vector_norm(r, norm_type, dim=1, dtype=dtype).to(torch.float64) for r in rows if r.numel()]

@@ -44,6 +44,12 @@ class Lanes:
         """A new event without timing."""
         return self._module.Event()
 
+    def timing_mark(self) -> Any:
+        """The moment at which the current stream gets here: an event with timing (on a device)."""
+        event = self._module.Event(enable_timing=True) if self._device.type != "cpu" else self._module.Event()
+        self.record(event)
+        return event
+
     def record(self, event: Any) -> None:
         """``event`` is over when everything given to the current stream so far is."""
         event.record(self.current())

@@ -45,6 +45,9 @@ class ArenaPlane:
             copy, the sum is reused.
         mode, slots: as the protocol's.
         verify: check every transfer by checksum.
+
+    Attributes:
+        deliveries: None; a list that whoever measures puts here gets, for every group delivered, a timing event and the bytes pulled.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class ArenaPlane:
         row = self._shard if mode == "local" else 0
         self._sums = [make_sum({r: self._grads[r][g][row] for r in sources}, heap.device) for g in range(len(groups))]
         self._present: list[int] = []
+        self.deliveries: list[tuple[Any, int]] | None = None
 
     def _gradients(self, rank: int, group: int) -> torch.Tensor:
         """``[shards, grad_numel]`` (local mode: unsharded sums) or ``[1, grad_numel]`` (owner mode: accumulator) of any rank."""
@@ -258,5 +262,8 @@ class ArenaPlane:
         total = self._total(group)
         if not (self.verify and self._present):
             self._sums[group](total, self._present)
-        self._present.clear()
         self._deliver(group, total)
+        if self.deliveries is not None:
+            pulled = sum(total.nbytes for source in self._present if source != self.t.rank)
+            self.deliveries.append((self.lanes.timing_mark(), pulled))
+        self._present.clear()
