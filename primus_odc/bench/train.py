@@ -8,7 +8,7 @@ if the time budget ends before, as far as it got.
 
 from __future__ import annotations
 
-import logging
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,8 +29,6 @@ from primus_odc.bench.trace import trace_point
 from primus_odc.bench.visit import Runner, visit
 from primus_odc.megatron.collector import collecting_between_steps
 from primus_odc.megatron.compare_rank import tell
-
-logger = logging.getLogger("primus_odc")
 
 
 def bench_train(job: Job, device: torch.device, started: float) -> None:
@@ -80,6 +78,8 @@ class _Point:
         longest = max(tokens for block in self.blocks for arm in self._arms for tokens in _tokens(block[arm.name]))
         for arm in self._arms:
             self._warm_up(arm, longest)
+        gc.collect()
+        gc.freeze()  # the models are here to stay: what is collected between visits is small then
         slowest_s = 0.0
         for number, block in enumerate(self.blocks):
             if self._over(started, slowest_s):
@@ -150,6 +150,8 @@ class _Point:
     def _visit(self, arm: ArmSpec, minibatches: Sequence[BenchMinibatch], block: int) -> None:
         self._collect()
         runner = self._runner(arm)
+        if self._job.share_model:
+            visit(runner, minibatches[:1], self._clock)  # the allocator starts empty where an engine came or went
         resting, before = self._resting_bytes(arm, runner), 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
