@@ -179,7 +179,8 @@ def visit(runner: Runner, minibatches: Sequence[BenchMinibatch], clock: Clock) -
     done = []
     before_ms = 0.0
     for minibatch in minibatches:
-        marks, total = runner.step(minibatch)
+        with record_function("step"):
+            marks, total = runner.step(minibatch)
         done.append((marks, total, engine.stats() if engine is not None else None))
     clock.synchronize()
     steps = []
