@@ -43,7 +43,7 @@ class Station:
     options: Options = None
     engine: Engine | None = None
     engine_bytes: int = 0
-    """What the device had less after attaching than before, that no tensor of ours accounts for; 0 on a CPU."""
+    """What the device had less after attaching than before: outside PyTorch's allocator, and allocated in it; 0 on a CPU."""
 
     def resting_bytes(self) -> int:
         """Memory that stays between steps: parameters, moments, and what the engine says it adds."""

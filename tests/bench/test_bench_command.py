@@ -42,6 +42,8 @@ def test_all_arms_run_the_same_minibatches(measured: tuple[dict[str, Any], Path]
             if name != "ideal":
                 expected = sum(rank["loss_sum"] for rank in reference["ranks"])
                 assert sum(rank["loss_sum"] for rank in step["ranks"]) == pytest.approx(expected, rel=1e-5), name
+                norm = pytest.approx(reference["ranks"][0]["grad_norm"], rel=1e-4)
+                assert all(rank["grad_norm"] == norm for rank in step["ranks"]), name
             for rank in step["ranks"]:
                 assert 0 <= rank["computed_at"] <= rank["settled_at"] <= rank["clipped_at"] <= rank["updated_at"]
                 assert rank["ms"] > 0 and sum(rank["microbatch_ms"]) <= rank["computed_at"] + 1e-6
