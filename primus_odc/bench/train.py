@@ -44,7 +44,7 @@ def bench_train(job: Job, device: torch.device, started: float) -> None:
         for point in job.points:
             measured = _Point(job, stations, device, point, warmed, collect)
             complete = measured.measure(started)
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and measured.has_steps:
                 append(Path(job.out), run, measured.entry())
             measured.check()
             tell(f"{measured.name}: {'written' if complete else 'the time budget is over; written as far as it got'}: {job.out}")
@@ -75,8 +75,15 @@ class _Point:
         self._shape = SHAPES[job.shape]
         self.blocks = self._make_blocks()
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether anything was measured."""
+        return any(self._steps.values())
+
     def measure(self, started: float) -> bool:
         """Run all blocks; returns whether the budget was enough."""
+        if self._over(started, 0.0):
+            return False
         longest = max(tokens for block in self.blocks for arm in self._arms for tokens in _tokens(block[arm.name]))
         for arm in self._arms:
             self._warm_up(arm, longest)

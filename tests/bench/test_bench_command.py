@@ -76,6 +76,13 @@ def test_one_model_can_serve_all_arms(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_what_the_budget_does_not_allow_is_not_run(tmp_path: Path) -> None:
+    words = ["--points", "1:8192", "--minibatches", "2", "--out", str(tmp_path / "r.json"), "--arms", "nccl_pad", "--budget-s", "0.001"]
+    assert main(["bench", "train", *words, *SMALL]) == 0
+    assert not (tmp_path / "r.json").exists()
+
+
+@pytest.mark.timeout(120)
 def test_transfers_are_measured_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "p.json"
     words = ["--sizes", "64K", "1M", "--repeats", "2", "--device", "cpu", "--nproc", "2", "--timeout-s", "50", "--out", str(out)]
