@@ -86,6 +86,7 @@ def _details(points: Sequence[PointSummary]) -> str:
         "peak, GiB": lambda arm: f"{arm.peak_gib:.2f}",
         "engine, GiB": lambda arm: f"{arm.engine_gib:.2f} ({arm.engine_seen_gib:.2f})" if arm.engine_gib else "-",
         "loss differs by": lambda arm: f"{arm.loss_difference:.1e}" if arm.loss_difference is not None else "-",
+        "norm by": lambda arm: f"{arm.norm_difference:.1e}" if arm.norm_difference is not None else "-",
     }
     rows = [
         [str(point.cap), str(point.samples_per_rank), arm.arm, *(column(arm) for column in columns.values())]

@@ -43,7 +43,7 @@ class Station:
     options: Options = None
     engine: Engine | None = None
     engine_bytes: int = 0
-    """What the device had less after attaching than before, that no tensor of ours accounts for; 0 on a CPU."""
+    """What the device had less after attaching than before: outside PyTorch's allocator, and allocated in it; 0 on a CPU."""
 
     def resting_bytes(self) -> int:
         """Memory that stays between steps: parameters, moments, and what the engine says it adds."""
@@ -68,16 +68,14 @@ class Stations:
         station = self._stations.get(key)
         if station is None:
             station = self._stations[key] = self._make(graph=self._job.optimizer == "graph" and arm.options is not None)
-        if station.options != arm.options:
-            self._detach(station)
-            as_sharded(station.model)
-            if arm.options is not None:
-                self._attach(station, dict(arm.options))
-            station.options = arm.options
+        self._equip(station, arm.options)
         return station
 
     def replica(self) -> Replica:
         """The model of ``ideal``."""
+        if self._job.share_model:
+            for station in self._stations.values():
+                self._equip(station, None)  # its memory is needed
         if self._replica is None:
             params, rank, world_size = self._shape.params, dist.get_rank(), dist.get_world_size()
             model = build_gpt_without_weights(params, self._shape.vocab_size)
@@ -99,7 +97,20 @@ class Stations:
     def close(self) -> None:
         """Detach every engine; every rank calls it."""
         for station in self._stations.values():
-            self._detach(station)
+            self._equip(station, None)
+
+    def _equip(self, station: Station, options: Options) -> None:
+        """Give a model the engine with these options, or none."""
+        if station.options == options:
+            return
+        if station.engine is not None:
+            station.engine.detach()
+            station.engine = None
+            gc.collect()  # frees the arena
+        as_sharded(station.model)
+        if options is not None:
+            self._attach(station, dict(options))
+        station.options = options
 
     def _make(self, graph: bool) -> Station:
         params = self._shape.params
@@ -112,6 +123,8 @@ class Stations:
 
     def _attach(self, station: Station, options: Mapping[str, Any]) -> None:
         every = {**options, "transport": self._job.transport, "timeout_s": self._job.timeout_s, "deterministic": self._job.deterministic}
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the arena lies outside of PyTorch's allocator
         before = self._unaccounted_bytes()
         if self._device.type == "cpu":
             station.engine = MeteredEngine(station.model, parse_options(every), station.meter)
@@ -119,12 +132,6 @@ class Stations:
             # Spans of the host say little about a device: its timeline comes from torch's profiler.
             station.engine = primus_odc.attach(station.model, **every)
         station.engine_bytes = self._unaccounted_bytes() - before
-
-    def _detach(self, station: Station) -> None:
-        if station.engine is not None:
-            station.engine.detach()
-            station.engine = None
-            gc.collect()  # frees the arena
 
     def _unaccounted_bytes(self) -> int:
         """Memory of the device in use outside torch's caching allocator, plus what is allocated inside it."""

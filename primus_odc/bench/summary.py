@@ -11,7 +11,7 @@ squares of their samples and a constant. How well the fit meets the times it is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,8 @@ class ArmSummary:
     engine_seen_gib: float
     loss_difference: float | None
     """Largest relative difference to ``nccl_pad``; None for ``ideal``, whose weights are others."""
+    norm_difference: float | None
+    """The same of the gradient norm."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -177,7 +179,8 @@ def _arm(
         peak_gib=max((rank["resting"] + rank["above_resting"] for rank in ranks), default=0) / 2**30,
         engine_gib=max((rank["engine"] for rank in ranks), default=0) / 2**30,
         engine_seen_gib=max((rank["engine_seen_by_device"] for rank in ranks), default=0) / 2**30,
-        loss_difference=None if arm in (BASELINE, IDEAL) else _loss_difference(measured, steps.get(BASELINE, {})),
+        loss_difference=None if arm in (BASELINE, IDEAL) else _difference(loss, measured, steps.get(BASELINE, {})),
+        norm_difference=None if arm in (BASELINE, IDEAL) else _difference(grad_norm, measured, steps.get(BASELINE, {})),
     )
 
 
@@ -241,9 +244,19 @@ def _idle(steps: list[Step], fits: list[npt.NDArray[np.float64]]) -> tuple[float
     return tuple(idle)
 
 
-def _loss_difference(measured: dict[tuple[int, int], Step], baseline: dict[tuple[int, int], Step]) -> float | None:
-    def loss(step: Step) -> float:
-        return sum(rank["loss_sum"] for rank in step["ranks"]) / float(step["target_tokens"])
+def loss(step: Step) -> float:
+    """Of all ranks, per target token."""
+    return sum(float(rank["loss_sum"]) for rank in step["ranks"]) / float(step["target_tokens"])
 
-    differences = [abs(loss(step) / loss(baseline[key]) - 1.0) for key, step in measured.items() if key in baseline]
+
+def grad_norm(step: Step) -> float:
+    """Of the gradients of all ranks, before clipping."""
+    return float(step["ranks"][0]["grad_norm"])
+
+
+def _difference(
+    value: Callable[[Step], float], measured: dict[tuple[int, int], Step], baseline: dict[tuple[int, int], Step]
+) -> float | None:
+    """The largest relative one over the minibatches that both have."""
+    differences = [abs(value(step) / value(baseline[key]) - 1.0) for key, step in measured.items() if key in baseline]
     return max(differences) if differences else None

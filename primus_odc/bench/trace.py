@@ -156,14 +156,19 @@ def device_spans(events: Sequence[Event], rank: int) -> list[Span]:
         return []
     main = max(busy_us, key=lambda stream: busy_us[stream])
     phases: list[_PhaseAt] = []
+    step_start, step_stop = float("-inf"), float("inf")  # around it the ranks meet, which is no part of it
     for event in events:
-        if event["cat"] == "gpu_user_annotation" and event["tid"] == main and (named := _annotation(event["name"])) is not None:
-            phases.append((float(event["ts"]), float(event["ts"]) + float(event["dur"]), named))
+        if event["cat"] == "gpu_user_annotation" and event["tid"] == main:
+            start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+            if event["name"] == "step":
+                step_start, step_stop = start, stop
+            elif (named := _annotation(event["name"])) is not None:
+                phases.append((start, stop, named))
     phases.sort(key=lambda phase: phase[0])
     others = [event for event in device if event["tid"] != main]
     spans: list[Span] = []
     end = None
-    for event in (event for event in device if event["tid"] == main):
+    for event in (event for event in device if event["tid"] == main and step_start <= event["ts"] < step_stop):
         start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         kind, microbatch = _phase(phases, start)
         if end is not None and start - end > SMALLEST_GAP_US:

@@ -2,13 +2,13 @@
 
 Every point is measured in blocks of a few minibatches: all arms visit a block one after the other, in an order that is turned round from
 block to block, so that warming up and other users of the machine meet all alike. Before the first block every arm runs the largest
-microbatch once, and a small one: memory, libraries and kernels are in place then. The results of a point are written when it is done, and
+microbatch once, and small ones: memory, libraries and kernels are in place then. The results of a point are written when it is done, and
 if the time budget ends before, as far as it got.
 """
 
 from __future__ import annotations
 
-import logging
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from primus_odc.bench.agreement import require_agreement
 from primus_odc.bench.clock import Clock
 from primus_odc.bench.data import BenchMinibatch, draw_lengths, make_minibatch, make_samples
 from primus_odc.bench.job import IDEAL, ArmSpec, Job, arm_spec
@@ -29,8 +30,6 @@ from primus_odc.bench.trace import trace_point
 from primus_odc.bench.visit import Runner, visit
 from primus_odc.megatron.collector import collecting_between_steps
 from primus_odc.megatron.compare_rank import tell
-
-logger = logging.getLogger("primus_odc")
 
 
 def bench_train(job: Job, device: torch.device, started: float) -> None:
@@ -45,8 +44,9 @@ def bench_train(job: Job, device: torch.device, started: float) -> None:
         for point in job.points:
             measured = _Point(job, stations, device, point, warmed, collect)
             complete = measured.measure(started)
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and measured.has_steps:
                 append(Path(job.out), run, measured.entry())
+            measured.check()
             tell(f"{measured.name}: {'written' if complete else 'the time budget is over; written as far as it got'}: {job.out}")
             if complete and job.trace is not None:
                 trace_point(Path(job.trace), measured.name, measured.runners(), measured.blocks[0], device, collect)
@@ -75,11 +75,20 @@ class _Point:
         self._shape = SHAPES[job.shape]
         self.blocks = self._make_blocks()
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether anything was measured."""
+        return any(self._steps.values())
+
     def measure(self, started: float) -> bool:
         """Run all blocks; returns whether the budget was enough."""
+        if self._over(started, 0.0):
+            return False
         longest = max(tokens for block in self.blocks for arm in self._arms for tokens in _tokens(block[arm.name]))
         for arm in self._arms:
             self._warm_up(arm, longest)
+        gc.collect()
+        gc.freeze()  # the models are here to stay: what is collected between visits is small then
         slowest_s = 0.0
         for number, block in enumerate(self.blocks):
             if self._over(started, slowest_s):
@@ -105,6 +114,13 @@ class _Point:
             "steps": self._steps,
             "memory": self._memory,
         }
+
+    def check(self) -> None:
+        """
+        Raises:
+            VerificationError: an arm has computed something else than the first.
+        """
+        require_agreement(self.name, {name: steps for name, steps in self._steps.items() if name != IDEAL})
 
     def runners(self) -> list[Any]:
         """For each arm a function that makes its runner."""
@@ -134,11 +150,12 @@ class _Point:
         if self._warmed.get(arm.name, 0) >= longest:
             return
         cost_model = self._shape.with_layers(self._job.layers).cost_model(self._job.fixed_tokens)
-        # A CUDA graph is captured in a later step.
-        lengths = [longest, *[max(2, longest // 8)] * (4 if self._job.optimizer == "graph" else 1)]
+        # One large microbatch, then two small ones, in several steps where a CUDA graph is captured in a later one.
+        small = max(2, longest // 8)
+        plans = [(longest, 1), *[(small, 2)] * (4 if self._job.optimizer == "graph" else 1)]
         minibatches = []
-        for length in lengths:
-            samples = make_samples([length] * self._job.world_size, self._shape.vocab_size, 0)
+        for length, count in plans:
+            samples = make_samples([length] * (count * self._job.world_size), self._shape.vocab_size, 0)
             minibatches.append(make_minibatch(samples, arm, cost_model, length, self._job.world_size, dist.get_rank(), self._device))
         runner = self._runner(arm)
         begin = time.monotonic()
@@ -150,6 +167,8 @@ class _Point:
     def _visit(self, arm: ArmSpec, minibatches: Sequence[BenchMinibatch], block: int) -> None:
         self._collect()
         runner = self._runner(arm)
+        if self._job.share_model:
+            visit(runner, minibatches[:1], self._clock)  # the allocator starts empty where an engine came or went
         resting, before = self._resting_bytes(arm, runner), 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

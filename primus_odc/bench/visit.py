@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from primus_odc.bench.clock import Clock
@@ -41,6 +42,8 @@ class Marks:
     """On demand the parameters are published too."""
     deliveries: list[tuple[Any, int]] | None = None
     """On demand, on a GPU: when each group's gradients were there, and the bytes that were pulled for it."""
+    grad_norm: torch.Tensor | None = None
+    """Before clipping; None in ``ideal``, where every rank has its own gradients."""
 
 
 @dataclass
@@ -55,6 +58,8 @@ class RankStep:
     updated_at: float
     microbatch_ms: list[float]
     loss_sum: float
+    grad_norm: float | None
+    """Over all ranks, before clipping."""
     host_wait_ms: float | None = None
     """Host time inside the engine's waits for peers; None without an engine. A device may have had work meanwhile."""
     bytes_gathered: int | None = None
@@ -112,7 +117,7 @@ class Runner:
             engine.settle()
         marks.settled = self._clock.mark()
         with self._span("optimizer"):
-            engine.clip_grad_norm_(self._clip_grad)
+            marks.grad_norm = engine.clip_grad_norm_(self._clip_grad)
             marks.clipped = self._clock.mark()
             optimizer.step()
             optimizer.zero_grad()
@@ -138,7 +143,7 @@ class Runner:
             marks, total = self._microbatches(minibatch, model, self._world_size / minibatch.target_tokens, before)
         marks.settled = marks.computed
         with self._span("optimizer"):
-            nn.utils.clip_grad_norm_(model.parameters(), self._clip_grad)
+            marks.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), self._clip_grad)
             marks.clipped = self._clock.mark()
             optimizer.step()
             optimizer.zero_grad()
@@ -173,6 +178,13 @@ class Runner:
         return self.meter.collectives() if self.meter.recorder is not None else nullcontext()
 
 
+def _number(norm: torch.Tensor | None) -> float | None:
+    """The value of a norm; a collective where it is spread over the ranks."""
+    if norm is None:
+        return None
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
 def visit(runner: Runner, minibatches: Sequence[BenchMinibatch], clock: Clock) -> list[list[RankStep]]:
     """[minibatch][rank] what every rank measured; all ranks call it, and get the same."""
     engine = runner.station.engine if runner.station is not None else None
@@ -183,7 +195,8 @@ def visit(runner: Runner, minibatches: Sequence[BenchMinibatch], clock: Clock) -
     done = []
     before_ms = 0.0
     for minibatch in minibatches:
-        marks, total = runner.step(minibatch)
+        with record_function("step"):
+            marks, total = runner.step(minibatch)
         done.append((marks, total, engine.stats() if engine is not None else None))
     clock.synchronize()
     steps = []
@@ -197,6 +210,7 @@ def visit(runner: Runner, minibatches: Sequence[BenchMinibatch], clock: Clock) -
             updated_at=clock.ms(begin, marks.updated),
             microbatch_ms=[clock.ms(start, end) for start, end in marks.microbatches],
             loss_sum=float(total),
+            grad_norm=_number(marks.grad_norm),
         )
         if stats is not None:
             step.host_wait_ms = 1e3 * sum(stats["waited_s"].values())

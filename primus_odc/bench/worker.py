@@ -66,7 +66,7 @@ def _run(rank: int, job: Job, started: float) -> None:
         rank=rank,
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout_s),
-        device_id=device if job.device == "cuda" else None,
+        # No device_id: it would open a communicator at once for each of the many groups megatron-core makes.
     )
     if job.kind == "train":
         from primus_odc.bench.train import bench_train

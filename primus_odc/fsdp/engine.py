@@ -245,7 +245,7 @@ class Engine:
         }
 
     def time_settle(self) -> list[tuple[Any, int]]:
-        """A list that the next settle fills: for every group a timing event (of the device) at its delivery, and the bytes pulled for it."""
+        """A list that the next settle fills: for every group a timing event (on a device) at its delivery, and the bytes pulled for it."""
         self._plane.deliveries = []
         return self._plane.deliveries
 

@@ -88,7 +88,8 @@ class StepOutcome:
     seconds: float
     """Wall time on this rank."""
     waited_s: tuple[float, ...]
-    """[rank] seconds without computing, waits and exposed transfers together; what came after the previous step's report included."""
+    """[rank] seconds without computing, waits and exposed transfers together; what came after the previous step's report included. On a
+    GPU settle and publish only, see :mod:`primus_odc.megatron.meter`."""
     counts: tuple[int, ...]
     """[rank] microbatches run."""
     tokens: int
@@ -131,7 +132,7 @@ class Arm:
         self.trained_steps = 0
         self._device = device
         self._clip_grad = float(params.get("clip_grad", 1.0))
-        self.meter = Meter()
+        self.meter = Meter(device)
         self._warned_masked = False
         self.model = shard_gpt(build_gpt(params, vocab_size, device=device), mesh, mixed_precision(params))
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]

@@ -53,8 +53,16 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, samples:
 
     Returns:
         [T, heads, d]
+
+    Raises:
+        UnsupportedModelError: a head size that the kernel does not have.
     """
     if kernel_of(query.device.type, query.dtype) == "varlen":
+        if query.shape[2] % 8 or query.shape[2] > 256:
+            raise UnsupportedModelError(
+                f"kv_channels: {query.shape[2]} channels a head; flash attention on GPUs takes multiples of 8 up to 256: choose another "
+                "number, or train in fp32"
+            )
         borders, longest = samples.device_cu_seqlens, samples.max_seqlen_q
         out = varlen_attn(query, key, value, borders, borders, longest, longest, scale=scale, window_size=(-1, 0), **_GROUPED)
         assert isinstance(out, torch.Tensor)

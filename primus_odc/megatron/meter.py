@@ -2,7 +2,12 @@
 
 An arm on collectives is stock FSDP2 and has no hook of ours in it. What it calls are two public functions of ``torch.distributed``, looked
 up anew at each call: :meth:`Meter.collectives` replaces them by timed ones as long as a step runs. On a CPU they return when the data is
-there, so the time inside them is waiting and transfer; on a GPU it is only the launch.
+there, so the time inside them is waiting and transfer.
+
+On a GPU the host only queues, and its times say little about the device. There *without computing* is measured by events in the computing
+stream and on demand only: from the end of the work queued before settle or publish to the end of theirs, host time that the device had to
+wait for included. What the device waits for inside forward and backward, in collectives and in gathers that were not hidden, is not in it:
+that is what the traces and idle fractions of ``primus-odc bench`` show. A recorder's spans are host times on a GPU too.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import torch.distributed as dist
 from primus_odc.report.timeline import SpanKind, SpanRecorder
 
 _EXPOSED: tuple[SpanKind, ...] = ("wait", "communication", "settle", "publish")
+_EXPOSED_ON_GPU: tuple[SpanKind, ...] = ("settle", "publish")
 # torch 2.13 renamed them; FSDP2 calls the names of its own version.
 _GATHERS = ("all_gather_single", "all_gather_into_tensor")
 _REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")
@@ -30,26 +36,39 @@ class Meter:
         recorder: gets every span while it is set.
         time_collectives: whether FSDP2's collectives are timed; if not, stock arms run without anything of ours inside FSDP2, and their
             collectives count as computing.
-        exposed_s: seconds in which this rank waited or moved data and computed nothing; only grows.
         exposed_cpu_s: what of the processor this thread used meanwhile; only grows.
         bytes_gathered: bytes of parameters received in collectives; only grows.
         bytes_reduced: bytes of gradients sent in collectives; only grows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """``device``: of the rank; None means the CPU."""
+        self._on_gpu = device is not None and device.type == "cuda"
+        self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._exposed_s = 0.0
         self.recorder: SpanRecorder | None = None
         self.time_collectives = True
-        self.exposed_s = 0.0
         self.exposed_cpu_s = 0.0
         self.bytes_gathered = 0
         self.bytes_reduced = 0
         self._inside = False
 
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which this rank waited or moved data and computed nothing; only grows. On a GPU it waits for the device to have
+        ended what is counted."""
+        for begin, end in self._pending:
+            end.synchronize()
+            self._exposed_s += begin.elapsed_time(end) / 1e3
+        self._pending.clear()
+        return self._exposed_s
+
     @contextmanager
     def span(self, kind: SpanKind, microbatch: int | None = None, label: str = "") -> Iterator[None]:
         """Times the ``with`` block, also when it raises. Of nested exposed spans the outermost counts."""
-        counts = kind in _EXPOSED and not self._inside
+        counts = kind in (_EXPOSED_ON_GPU if self._on_gpu else _EXPOSED) and not self._inside
         self._inside |= counts
+        begin = _event() if counts and self._on_gpu else None
         start, used = time.perf_counter(), time.thread_time()
         try:
             yield
@@ -57,7 +76,10 @@ class Meter:
             end = time.perf_counter()
             if counts:
                 self._inside = False
-                self.exposed_s += end - start
+                if begin is not None:
+                    self._pending.append((begin, _event()))
+                else:
+                    self._exposed_s += end - start
                 self.exposed_cpu_s += time.thread_time() - used
             if self.recorder is not None:
                 self.recorder.add(kind, start, end, microbatch, label)
@@ -92,3 +114,9 @@ class Meter:
                 return function(output, input, *args, **kwargs)
 
         return timed
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

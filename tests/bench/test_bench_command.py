@@ -42,6 +42,8 @@ def test_all_arms_run_the_same_minibatches(measured: tuple[dict[str, Any], Path]
             if name != "ideal":
                 expected = sum(rank["loss_sum"] for rank in reference["ranks"])
                 assert sum(rank["loss_sum"] for rank in step["ranks"]) == pytest.approx(expected, rel=1e-5), name
+                norm = pytest.approx(reference["ranks"][0]["grad_norm"], rel=1e-4)
+                assert all(rank["grad_norm"] == norm for rank in step["ranks"]), name
             for rank in step["ranks"]:
                 assert 0 <= rank["computed_at"] <= rank["settled_at"] <= rank["clipped_at"] <= rank["updated_at"]
                 assert rank["ms"] > 0 and sum(rank["microbatch_ms"]) <= rank["computed_at"] + 1e-6
@@ -65,12 +67,19 @@ def test_traces_and_a_picture_are_there(measured: tuple[dict[str, Any], Path]) -
 @pytest.mark.timeout(120)
 def test_one_model_can_serve_all_arms(tmp_path: Path) -> None:
     words = ["--points", "1:8192", "--minibatches", "2", "--sequence", "1", "--out", str(tmp_path / "r.json"), "--share-model"]
-    assert main(["bench", "train", *words, "--arms", "nccl_zero2", "odc_nopad:resident", "nccl_pad", "odc_nopad", *SMALL]) == 0
+    assert main(["bench", "train", *words, "--arms", "nccl_zero2", "odc_nopad:resident", "nccl_pad", "odc_nopad", "ideal", *SMALL]) == 0
     (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
     steps = run["entries"][0]["steps"]
     for minibatch in (0, 1):
-        losses = [sum(rank["loss_sum"] for rank in arm[minibatch]["ranks"]) for arm in steps.values()]
+        losses = [sum(rank["loss_sum"] for rank in arm[minibatch]["ranks"]) for name, arm in steps.items() if name != "ideal"]
         assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_what_the_budget_does_not_allow_is_not_run(tmp_path: Path) -> None:
+    words = ["--points", "1:8192", "--minibatches", "2", "--out", str(tmp_path / "r.json"), "--arms", "nccl_pad", "--budget-s", "0.001"]
+    assert main(["bench", "train", *words, *SMALL]) == 0
+    assert not (tmp_path / "r.json").exists()
 
 
 @pytest.mark.timeout(120)

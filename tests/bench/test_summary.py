@@ -51,6 +51,7 @@ def make_step(minibatch: int, waits: list[float], settle: list[float], hidden: i
                 "updated_at": settled + 1.0 + OPTIMIZER_MS,
                 "microbatch_ms": times,
                 "loss_sum": loss / 2,
+                "grad_norm": loss / 10,
                 "host_wait_ms": 4.0 + rank,
                 "bytes_gathered": 1000,
                 "bytes_reduced": 400,
@@ -85,7 +86,7 @@ def test_speed_is_compared_minibatch_by_minibatch() -> None:
     assert nccl.speedup is None and ideal.times_ideal is None and odc.speedup is not None and odc.times_ideal is not None
     ratios = sorted((slowest(m) + 23.0) / max(step["ms"] for step in ENTRY["steps"]["odc_nopad"][m]["ranks"]) for m in range(3))
     assert (odc.speedup.lowest, odc.speedup.median, odc.speedup.highest) == pytest.approx(tuple(ratios))
-    assert odc.loss_difference == pytest.approx(0.002 / 50.0)
+    assert odc.loss_difference == odc.norm_difference == pytest.approx(0.002 / 50.0)
     assert ideal.loss_difference is None
     assert odc.peak_gib == 4.0 and odc.engine_gib == 0.5 and odc.engine_seen_gib == 0.25
     assert odc.host_wait_ms == (4.0, 5.0) and odc.hidden_share == 0.75 and nccl.hidden_share is None

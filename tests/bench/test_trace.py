@@ -26,14 +26,17 @@ TRACE: dict[str, Any] = {
         event("kernel", "gemm", 410, 190, 7),
         event("gpu_memcpy", "Memcpy DtoD", 600, 20, 7),
         event("kernel", "adamw", 900, 100, 7),
+        {"ph": "X", "cat": "gpu_user_annotation", "name": "step", "ts": 100, "dur": 900, "pid": 4, "tid": 7},
+        event("gpu_memcpy", "of the barrier before", 20, 10, 7),
+        event("gpu_memcpy", "of the exchange after", 1500, 10, 7),
     ],
 }
 
 
 def test_the_device_and_the_annotations_are_kept_on_the_hosts_clock() -> None:
     kept = kept_events(TRACE)
-    assert len(kept) == 9 and {entry["tid"] for entry in kept} == {"stream 7", "stream 20"}
-    assert min(entry["ts"] for entry in kept) == 5090.0
+    assert len(kept) == 12 and {entry["tid"] for entry in kept} == {"stream 7", "stream 20"}
+    assert min(entry["ts"] for entry in kept) == 5020.0
 
 
 def test_gaps_of_the_computing_stream_are_waiting() -> None:

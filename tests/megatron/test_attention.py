@@ -111,6 +111,13 @@ def test_on_a_gpu_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@needs_gpu
+def test_on_a_gpu_another_head_size_is_refused() -> None:
+    x = torch.zeros(3, 2, 12, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedModelError, match="kv_channels: 12"):
+        attend(x, x, x, packed((3,), torch.device("cuda")))
+
+
 def build(mask: AttnMaskType = AttnMaskType.causal, dropout: float = 0.0) -> PackedAttention:
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, attention_dropout=dropout)
     return PackedAttention(config=config, layer_number=1, attn_mask_type=mask, attention_type="self")
