@@ -16,6 +16,7 @@ from typing import Any
 
 from primus_odc import config
 from primus_odc._config_keys import IN_TREE_KEYS
+from primus_odc._config_values import FROM_ZERO
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -79,6 +80,8 @@ def allowed(key: str) -> str:
         return "`linear`, `attention`, `[a, b]`"
     if named is not None:
         return ", ".join(f"`{choice}`" for choice in named.__args__)
+    if key in FROM_ZERO:
+        return "number of at least 0"
     return {"bool": "`true`, `false`", "float": "number above 0", "int": "whole number above 0"}[hint]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from primus_odc.report.result import ArmResult, ComparisonResult
-from primus_odc.report.stats import last_mean
+from primus_odc.report.stats import LAST, last_mean
 
 NOISE = 0.01
 """A median ratio within one per cent of 1 is called equal."""
@@ -135,7 +135,10 @@ def loss_sentence(arm: ArmResult) -> str:
     end = last_mean(arm.loss)
     if not present or end is None:
         return f"{arm.arm} has no loss: every minibatch was skipped."
-    return f"Loss of {arm.arm}: {present[0]:.4f} at the first step, {end:.4f} over the last five ({end / present[0]:.2f} of it)."
+    if len(present) == 1:
+        return f"Loss of {arm.arm}: {present[0]:.4f} at its only step."
+    over = f"the last {LAST} steps" if len(present) > LAST else f"all {len(present)} steps"
+    return f"Loss of {arm.arm}: {present[0]:.4f} at the first step, {end:.4f} over {over} ({end / present[0]:.2f} of it)."
 
 
 def _signed(ms: float) -> str:
