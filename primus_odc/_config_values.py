@@ -57,6 +57,13 @@ def nearest(name: str, allowed: Sequence[str]) -> str:
     return max(allowed, key=lambda candidate: difflib.SequenceMatcher(None, plain, candidate).ratio())
 
 
+def likely(name: str, allowed: Sequence[str]) -> str | None:
+    """The allowed name that ``name`` is most likely a misspelling of, case aside; None where nothing is near."""
+    by_lower = {candidate.lower(): candidate for candidate in allowed}
+    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    return by_lower[found[0]] if found else None
+
+
 def parse_value(key: str, value: Any, hint: Any) -> Any:
     """Check ``value`` of ``key`` against the type hint of its field and return it in that type.
 

@@ -69,6 +69,8 @@ launch() {
     fi
     ((status == 0)) || die "$python cannot import torch (see above)"
     processes=$(number GPUS_PER_NODE "$found" 1 1024)
+    # Once and before any rank starts: what is wrong is one message, without torchrun's report of every process.
+    "$python" -m primus_odc train --check "$@" || exit
 
     if ((nodes > 1)) || [[ -n ${MASTER_PORT:-} || -n ${MASTER_ADDR:-} ]]; then
         ((nodes == 1)) || [[ -n ${MASTER_ADDR:-} ]] || die "NNODES=$nodes needs MASTER_ADDR, the host of node 0"
@@ -89,7 +91,8 @@ case ${1:-} in
         ;;
 esac
 if [[ -n ${PRIMUS_PATH:-} ]]; then
-    die "PRIMUS_PATH is set, but launching through Primus is not in this version: unset PRIMUS_PATH to use the standalone trainer"
+    die "PRIMUS_PATH is set, but launching through Primus is not in this version: unset PRIMUS_PATH to use the standalone trainer;" \
+        "to let that read a YAML with presets of Primus, keep PRIMUS_PATH and start 'torchrun -m primus_odc train' yourself"
 fi
 case ${1:-} in
     '')

@@ -24,6 +24,12 @@ print("STARTED", json.dumps(sys.argv[1:]))
 sys.exit(int(os.environ.get("STUB_EXIT", "0")))
 """
 
+STUB_CHECK = """
+import json, os, sys
+print("CHECKED", json.dumps(sys.argv[1:]))
+sys.exit(int(os.environ.get("STUB_CHECK_EXIT", "0")))
+"""
+
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
@@ -32,6 +38,7 @@ def launch(tmp_path: Path) -> Launch:
         (tmp_path / "stubs" / package).mkdir(parents=True)
         (tmp_path / "stubs" / package / "__init__.py").touch()
     (tmp_path / "stubs/torch/distributed/run.py").write_text(STUB_RUN)
+    (tmp_path / "stubs/primus_odc/__main__.py").write_text(STUB_CHECK)
     (tmp_path / "config.yaml").touch()
 
     def run(*arguments: str, devices: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -94,6 +101,13 @@ def test_one_node_takes_a_free_port_and_passes_overrides_on(launch: Launch) -> N
     assert result.returncode == 0, result.stderr
     own = ["-m", "primus_odc", "train", "config.yaml", "--train_iters", "5", "--name", "two words"]
     assert started(result) == ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "3", *own]
+
+
+def test_everything_is_checked_before_any_process_starts(launch: Launch) -> None:
+    result = launch("config.yaml", "--train_iters", "5")
+    assert result.stdout.splitlines()[0] == 'CHECKED ["train", "--check", "config.yaml", "--train_iters", "5"]'
+    result = launch("config.yaml", STUB_CHECK_EXIT="2")
+    assert result.returncode == 2 and "STARTED" not in result.stdout
 
 
 def test_several_nodes_meet_at_the_master(launch: Launch) -> None:

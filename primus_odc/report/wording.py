@@ -108,9 +108,11 @@ def sentences(result: ComparisonResult) -> list[str]:
         said.append(agreement_sentence(result))
     said.append(loss_sentence(result[result.baseline]))
     skipped = result.arms[0].skipped_steps
-    left_out = f"the first {result.warmup_steps} steps" + (f" and {len(skipped)} skipped ones" if skipped else "")
+    left_out = ["the first step" if result.warmup_steps == 1 else f"the first {result.warmup_steps} steps"] if result.warmup_steps else []
+    left_out += [f"{_steps(len(skipped))} without a target"] if skipped else []
     said.append(
-        f"Measured over {len(result.steps)} steps; {left_out} are left out. Times are medians [quartiles], ratios are taken step by step."
+        f"Measured over {_steps(len(result.steps))}{'; left out: ' if left_out else ''}{' and '.join(left_out)}. Times are medians "
+        "[quartiles], ratios are taken step by step."
     )
     return said
 
@@ -139,6 +141,10 @@ def loss_sentence(arm: ArmResult) -> str:
         return f"Loss of {arm.arm}: {present[0]:.4f} at its only step."
     over = f"the last {LAST} steps" if len(present) > LAST else f"all {len(present)} steps"
     return f"Loss of {arm.arm}: {present[0]:.4f} at the first step, {end:.4f} over {over} ({end / present[0]:.2f} of it)."
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def _signed(ms: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,30 +60,23 @@ def test_model_shape_counts_flops() -> None:
         assert model.microbatch_cost([length]) == naive_flops(length, 3, 64, 160, 8, 2, 500)
 
 
+def small_model(**changed: Any) -> CostModel:
+    shape: dict[str, Any] = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "vocab_size": 0}
+    return CostModel.from_model_shape(num_layers=2, **shape, **changed)
+
+
 def test_recompute_adds_a_forward_of_the_layers() -> None:
-    once, again = (
-        CostModel.from_model_shape(
-            num_layers=2,
-            hidden_size=32,
-            ffn_hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=4,
-            vocab_size=0,
-            recompute=recompute,
-        )
-        for recompute in (False, True)
-    )
+    once, again = (small_model(recompute=recompute) for recompute in (False, True))
     assert again.microbatch_cost([50]) / once.microbatch_cost([50]) == pytest.approx(4 / 3)
 
 
 def test_fixed_cost_is_that_of_so_many_tokens_outside_attention() -> None:
-    shape = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "vocab_size": 0}
     pairs = [
         (CostModel.from_config("linear", microbatch_cost=500), 500),
         (CostModel.from_config((7.0, 2.0), microbatch_cost=16000), 2.0 * 0.5),
         (CostModel.from_config("attention", microbatch_cost=16000), 2.611821 * 0.5),
         # 500 tokens through two layers of 32 * (2 * 32 + 2 * 32 + 3 * 64) weights: 2 FLOPs each, forward and twice that backward
-        (CostModel.from_model_shape(**shape, microbatch_cost=500), 500 * 2 * 32 * 320 * 2 * 3),
+        (small_model(microbatch_cost=500), 500 * 2 * 32 * 320 * 2 * 3),
     ]
     for model, expected in pairs:
         assert model.fixed == pytest.approx(expected, rel=1e-12)

@@ -70,6 +70,12 @@ def test_all_wrong_options_at_once() -> None:
     assert len(refusal.value.problems) == 3
 
 
+@pytest.mark.parametrize(("arm", "meant"), [("odc_no_pad", "odc_nopad"), ("zero2", "nccl_zero2"), ("nccl", "nccl_pad")])
+def test_misspelt_arms(arm: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"--arms: '{arm}' is not known, did you mean '{meant}'"):
+        run_compare(parse(["x.yaml", "--arms", f"odc_pad,{arm}"]))
+
+
 def test_machine_facts_name_nobody() -> None:
     facts = json.dumps([describe_machine(), describe_versions()])
     assert socket.gethostname() not in facts
