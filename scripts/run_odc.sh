@@ -69,9 +69,6 @@ launch() {
     fi
     ((status == 0)) || die "$python cannot import torch (see above)"
     processes=$(number GPUS_PER_NODE "$found" 1 1024)
-    # Once and before any rank starts: what is wrong is one message, without torchrun's report of every process.
-    "$python" -m primus_odc train --check "$@" || exit
-
     if ((nodes > 1)) || [[ -n ${MASTER_PORT:-} || -n ${MASTER_ADDR:-} ]]; then
         ((nodes == 1)) || [[ -n ${MASTER_ADDR:-} ]] || die "NNODES=$nodes needs MASTER_ADDR, the host of node 0"
         port=$(number MASTER_PORT 29500 1 65535)
@@ -80,6 +77,8 @@ launch() {
         # A free port, so that two runs on one host do not meet; the loopback address, because a host name need not resolve.
         rendezvous=(--standalone --local-addr 127.0.0.1)
     fi
+    # Once and before any rank starts: what is wrong is one message, without torchrun's report of every process.
+    "$python" -m primus_odc train --check "$@" || exit
     say "$nodes node(s) with $processes process(es) each, $python"
     exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m primus_odc train "$@"
 }

@@ -131,16 +131,25 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
 
 
 def normalise(params: Mapping[str, Any]) -> dict[str, Any]:
-    """``params`` with text that spells a number turned into one (YAML reads ``1e-4`` as text), except where a text is meant."""
-    return {key: value if key in TEXT_KEYS or not isinstance(value, str) else _number(value) for key, value in params.items()}
+    """``params`` with text that spells a number turned into one (YAML reads ``1e-4`` as text), except where a text is meant.
+
+    Numbers that are not finite become or stay text, which no key of a number accepts.
+    """
+    return {key: value if key in TEXT_KEYS else _number(value) for key, value in params.items()}
 
 
-def _number(text: str) -> Any:
+def _number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if not isinstance(value, str):
+        return value
     try:
-        value = float(text)
+        number = float(value)
     except ValueError:
-        return text
-    return int(text) if text.strip().lstrip("+-").isdigit() else value
+        return value
+    if not math.isfinite(number):
+        return value
+    return int(value) if value.strip().lstrip("+-").isdigit() else number
 
 
 def _spell(value: Any) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def test_all_wrong_keys_are_named_at_once() -> None:
 
 
 def test_text_that_spells_a_number_is_one_except_where_a_text_is_meant() -> None:
+    assert normalise({"a": "nan", "b": math.inf, "c": "-5"}) == {"a": "nan", "b": "inf", "c": -5}
     given = {**LOOP, "lr": "1e-4", "train_iters": "12", "save": "7", "tokenizer_model": "1e3", "normalization": "RMSNorm", "bf16": False}
     params = normalise(given)
     assert params["lr"] == 1e-4 and params["train_iters"] == 12 and isinstance(params["train_iters"], int)
