@@ -14,7 +14,8 @@ The file holds ``work_group``, ``user_name``, ``exp_name``, ``workspace`` and un
 
 A module like this one is self-contained: its parameters stand flat beside ``framework``. A module that names Primus presets (``config``
 and ``model``) needs them, so it is resolved by Primus' own loader, imported at run time from ``PRIMUS_PATH``. Both ways give the
-parameters that Primus' loader gives; command-line overrides go on top.
+parameters that Primus' loader gives; command-line overrides go on top. The four keys above, which say where output goes, may be overridden
+too (``--exp_name second``), which Primus itself does not do.
 
 Primus v26.5 loads a self-contained module, but its runtime then looks it up under another name than its parser gave it and stops with
 "Missing required module". A launch through that Primus needs a YAML with presets.

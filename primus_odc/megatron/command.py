@@ -20,7 +20,7 @@ import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from primus_odc.cli import EXIT_ERROR, tell
+from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell
 from primus_odc.errors import ConfigError, DataError, OdcError, VersionError
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.train_config import normalise
@@ -47,7 +47,8 @@ def run_train(args: argparse.Namespace) -> int:
     """Train ``args.config`` with the overrides ``args.overrides`` as one of the processes the launcher started.
 
     Returns:
-        0 after ``--check``. A training run ends the process here, with code 0, 1 (anything unforeseen) or 2 (:class:`OdcError`).
+        0 after ``--check``. A training run ends the process here, with code 0, 1 (anything unforeseen), 2 (:class:`OdcError`) or 130
+        (interrupted).
 
     Raises:
         ConfigError: what is wrong before any process group exists.
@@ -99,6 +100,8 @@ def _train(options: RunOptions, show_traceback: bool) -> None:
             traceback.print_exc()
         tell(error, "" if everybodys else f"on rank {os.environ.get('RANK', '0')}: ")
         code = EXIT_ERROR
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     except BaseException:  # noqa: BLE001 - it ends the process right here
         traceback.print_exc()
     finally:

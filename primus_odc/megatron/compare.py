@@ -1,8 +1,9 @@
 """Run the arms of a comparison on this host's ranks.
 
 ``primus-odc compare`` is one process that starts its ranks itself, waits for them and reads what rank 0 measured; see
-:mod:`primus_odc.megatron.rounds` for what they do. It imports neither torch nor megatron-core. It is not launched by torchrun: all ranks
-must share one host and one clock, and a process of its own outlives a rank that dies and can say which one it was.
+:mod:`primus_odc.megatron.rounds` for what they do. It imports neither torch nor megatron-core, unless something is wrong with the
+experiment anyway and the model's keys are checked along. It is not launched by torchrun: all ranks must share one host and one clock, and
+a process of its own outlives a rank that dies and can say which one it was.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _FLAGS = ("bf16", "grad_reduce_in_bf16", "override_opt_param_scheduler", "use_ch
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainConfig:
-    """The keys of the training loop. Names and defaults are Megatron's."""
+    """The keys of the training loop. Names and defaults are Megatron's, except that nothing is evaluated without an ``eval_interval``."""
 
     train_iters: int
     """Minibatches to train on, from the beginning of the run, skipped ones included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -96,6 +97,11 @@ def option_problems(args: argparse.Namespace, arms: Sequence[str]) -> list[str]:
     problems += [f"--arms: {arm!r} is not known, did you mean {nearest(arm, ARMS)!r}? allowed: {', '.join(ARMS)}" for arm in unknown]
     if len(set(arms)) != len(arms):
         problems.append(f"--arms: each arm once, got {', '.join(arms)}")
+    if args.output is not None:
+        # The first folder that there is, from the named one upwards, decides whether the rest can be made.
+        folder = next(path for path in (args.output, *args.output.absolute().parents) if path.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            problems.append(f"--output: {args.output} cannot be made, {folder} is no folder that can be written to")
     problems += [
         f"{name}: must be at least 1, got {value}"
         for name, value in (("--steps", args.steps), ("--nproc", args.nproc))

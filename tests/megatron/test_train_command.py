@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,23 @@ def environment(workspace: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PRIMUS_WORKSPACE": str(workspace), "PYTHONWARNINGS": "ignore"}
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+
+
+def train(workspace: Path, *words: str, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """``primus-odc train`` with the smoke configuration."""
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "primus_odc", "train", str(SMOKE), *words],
+        env=environment(workspace),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_smoke_under_torchrun(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
     words = (
         "--comm_backend",
         "odc_nopad",
@@ -37,14 +52,7 @@ def test_smoke_under_torchrun(tmp_path: Path) -> None:
         str(tmp_path / "ckpt"),
         "odc.timeout_s=40",
     )
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "primus_odc", "train", str(SMOKE), *words],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = train(tmp_path, *words, launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
     for part in ("arm odc_nopad on 2 ranks", "3 FSDP2 units", "step 3/3 | loss", "validation after step 3", "saved"):
         assert done.stdout.count(part) == 1, (part, done.stdout)
@@ -101,16 +109,8 @@ def test_a_failing_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_what_all_ranks_find_is_told_once(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
     words = ("--comm_backend", "odc_nopd", "--hidden_size", "nan", "--lr", "0", "--sft_dataset_name", "absent.jsonl", "--trani_iters", "3")
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "primus_odc", "train", str(SMOKE), *words],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = train(tmp_path, *words, launcher=TORCHRUN)
     assert done.returncode != 0
     assert done.stderr.count("primus-odc: error: ") == 1, done.stderr
     for key in ("comm_backend: ", "hidden_size: ", "min_lr ", "sft_dataset_name ", "trani_iters "):
@@ -122,14 +122,7 @@ def test_what_all_ranks_find_is_told_once(tmp_path: Path) -> None:
 def test_unusable_data_are_told_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
     words = ("--comm_backend", "odc_nopad", "--sft_dataset_name", str(tmp_path / "bad.jsonl"), "--eval_iters", "0")
-    done = subprocess.run(
-        [sys.executable, "-m", "primus_odc", "train", str(SMOKE), *words],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = train(tmp_path, *words)
     assert done.returncode == 2
     assert "primus-odc: error: sample 'bad.jsonl:1'" in done.stderr and "Traceback" not in done.stderr
 

@@ -76,6 +76,12 @@ def test_misspelt_arms(arm: str, meant: str) -> None:
         run_compare(parse(["x.yaml", "--arms", f"odc_pad,{arm}"]))
 
 
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is no folder that can be written to"):
+        run_compare(parse(["x.yaml", "--output", str(tmp_path / "file" / "below")]))
+
+
 def test_machine_facts_name_nobody() -> None:
     facts = json.dumps([describe_machine(), describe_versions()])
     assert socket.gethostname() not in facts
