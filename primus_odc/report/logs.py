@@ -177,8 +177,9 @@ def require_no_log(run: Path) -> None:
     if path.exists():
         if _holds_steps(path):
             raise DataError(_taken(path))
+        # Shared, because all ranks of a run ask at the same time.
         with path.open("rb") as file:
-            _lock(file, path)
+            _lock(file, path, fcntl.LOCK_SH)
 
 
 def _holds_steps(path: Path) -> bool:
@@ -195,10 +196,10 @@ def _running(path: Path) -> str:
     return f"{path} is being written by a run that is still going on; {_OTHER_FOLDER}, or wait for its end"
 
 
-def _lock(file: IO[Any], path: Path) -> None:
-    """Holds an exclusive lock on an open file until it is closed."""
+def _lock(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> None:
+    """Holds a lock on an open file until it is closed."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise DataError(_running(path)) from None
     except OSError as error:
