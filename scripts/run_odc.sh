@@ -9,7 +9,8 @@ usage: bash scripts/run_odc.sh
 Without arguments: makes .venv in the checkout once, installs the package there (with a CPU build of torch where there is neither a
 CUDA nor a ROCm device) and runs the quickstart comparison, configs/quickstart.yaml; the result is output/compare/index.html.
 
-With a config: installs nothing and trains with the Python at hand. The words after the config override its keys.
+With a config: installs nothing and trains with the Python at hand. The words after the config override its keys; all that is wrong with
+them is told before any process starts.
 
 Environment of a training run, as torchrun knows it:
   GPUS_PER_NODE  processes on this node     (default: the GPUs that torch sees; without any, min(cores, 4) CPU processes)
