@@ -16,6 +16,10 @@ from typing import Any, Literal, get_args, get_origin
 _REPLACED_VALUES: dict[str, dict[str, str]] = {"transport": {"rocshmem": "mori"}, "cost_model": {"fit": "attention"}}
 
 
+# Keys whose number may be 0.
+FROM_ZERO = ("microbatch_cost",)
+
+
 class BadValueError(ValueError):
     """One value is wrong; the text continues a sentence that begins with the key."""
 
@@ -53,6 +57,13 @@ def nearest(name: str, allowed: Sequence[str]) -> str:
     return max(allowed, key=lambda candidate: difflib.SequenceMatcher(None, plain, candidate).ratio())
 
 
+def likely(name: str, allowed: Sequence[str]) -> str | None:
+    """The allowed name that ``name`` is most likely a misspelling of, case aside; None where nothing is near."""
+    by_lower = {candidate.lower(): candidate for candidate in allowed}
+    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    return by_lower[found[0]] if found else None
+
+
 def parse_value(key: str, value: Any, hint: Any) -> Any:
     """Check ``value`` of ``key`` against the type hint of its field and return it in that type.
 
@@ -63,7 +74,7 @@ def parse_value(key: str, value: Any, hint: Any) -> Any:
     if choices:
         return _parse_choice(key, value, choices, pair_allowed=_accepts(hint, tuple))
     if _accepts(hint, float):
-        return _positive(value, "a number above 0")
+        return _at_least_0(value) if key in FROM_ZERO else _positive(value, "a number above 0")
     if _accepts(hint, bool):
         return _parse_bool(value)
     return _positive_int(value)
@@ -111,6 +122,13 @@ def _parse_bool(value: Any) -> bool:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     raise BadValueError(f"must be true or false, but {describe(value)} was given")
+
+
+def _at_least_0(value: Any) -> float:
+    number = _number(value)
+    if number is None or number < 0:
+        raise BadValueError(f"must be a number of at least 0, but {describe(value)} was given")
+    return float(number)
 
 
 def _positive(value: Any, wanted: str) -> float:

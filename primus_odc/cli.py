@@ -3,7 +3,7 @@
 Each command's arguments and work come from the part that does it, imported when that command is asked for, so that ``plan`` runs without
 torch. Words that ``train`` and ``compare`` do not know are overrides of the experiment YAML, with the meaning Primus gives them (``--lr
 1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``. What a user got wrong (an :class:`~primus_odc.errors.OdcError`) is one
-message on stderr and exit code 2; ``--traceback`` shows where it was raised.
+message on stderr and exit code 2; ``--traceback``, in ``args.traceback``, shows where it was raised.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in words
     try:
-        return _run([word for word in words if word != "--traceback"])
+        return _run([word for word in words if word != "--traceback"], traceback)
     except OdcError as error:
         if traceback:
             raise
-        print(f"primus-odc: error: {error}", file=sys.stderr)
+        tell(error)
         return EXIT_ERROR
     except KeyboardInterrupt:
         if traceback:
@@ -58,7 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _run(words: list[str]) -> int:
+def tell(error: OdcError, where: str = "") -> None:
+    """One message on stderr."""
+    print(f"primus-odc: error: {where}{error}", file=sys.stderr, flush=True)
+
+
+def _run(words: list[str], traceback: bool) -> int:
     parser = argparse.ArgumentParser(
         prog="primus-odc", description="On-Demand Communication for FSDP2: train, compare, plan and bench.", allow_abbrev=False
     )
@@ -78,5 +83,5 @@ def _run(words: list[str]) -> int:
     args, unknown = parser.parse_known_args(words)
     if unknown and not next(command.takes_overrides for command in COMMANDS if command.name == args.command):
         parser.error(f"{args.command} does not know: {' '.join(unknown)}")
-    args.overrides = unknown
+    args.overrides, args.traceback = unknown, traceback
     return runners[args.command](args) or 0

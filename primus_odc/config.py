@@ -88,6 +88,13 @@ class OdcConfig:
     own floating-point operations. `[a, b]`: a*s^2 + b*s with these numbers (a measured fit; only their ratio matters).
     Arms: all."""
 
+    microbatch_cost: float = 0.0
+    """What a microbatch is taken to cost beside its samples, whatever it holds (launches, transfers of every layer): as much as so many
+    tokens outside attention. Where it is not small, plans with fewer microbatches win. Measure it: the length at which a microbatch of one
+    sample takes twice as long as a very short one. 0 suits CPUs; a GPU needs several thousand tokens to be busy.
+    Unit: tokens.
+    Arms: all."""
+
     max_tokens_per_microbatch: int | None = None
     """The most tokens the planner packs into one microbatch. Unset: `seq_length`.
     Unit: tokens.
@@ -218,5 +225,10 @@ def _parse_block(block: Any, prefix: str, problems: list[str]) -> OdcConfig:
         problems.append(
             f"{prefix}deterministic: true needs a fixed order of summation, which {prefix}accumulate: owner does not have; "
             f"set {prefix}accumulate: local (or auto), or {prefix}deterministic: false"
+        )
+    if odc.microbatch_cost and isinstance(odc.cost_model, tuple) and odc.cost_model[1] == 0:
+        problems.append(
+            f"{prefix}microbatch_cost is counted in tokens, which cost nothing with b = 0 in {prefix}cost_model: "
+            f"{list(odc.cost_model)}; give b, or set {prefix}microbatch_cost: 0"
         )
     return odc

@@ -14,7 +14,8 @@ The file holds ``work_group``, ``user_name``, ``exp_name``, ``workspace`` and un
 
 A module like this one is self-contained: its parameters stand flat beside ``framework``. A module that names Primus presets (``config``
 and ``model``) needs them, so it is resolved by Primus' own loader, imported at run time from ``PRIMUS_PATH``. Both ways give the
-parameters that Primus' loader gives; command-line overrides go on top.
+parameters that Primus' loader gives; command-line overrides go on top. The four keys above, which say where output goes, may be overridden
+too (``--exp_name second``), which Primus itself does not do.
 
 Primus v26.5 loads a self-contained module, but its runtime then looks it up under another name than its parser gave it and stops with
 "Missing required module". A launch through that Primus needs a YAML with presets.
@@ -31,6 +32,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from primus_odc._config_values import describe
 from primus_odc._experiment_yaml import load_block, merge, parse_overrides, read_yaml
 from primus_odc.errors import ConfigError
 
@@ -67,13 +69,17 @@ class Experiment:
     source: Path
     """The file that was read."""
 
+    self_contained: bool = True
+    """Whether the module names no preset of Primus, so that every key in it is meant for this trainer."""
+
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_path: str | Path | None = None) -> Experiment:
     """Read an experiment YAML.
 
     Args:
         path: the file.
-        overrides: command-line words that change module parameters: ``--lr 1e-4``, ``comm_backend=odc_pad``, ``odc.timeout_s=60``.
+        overrides: command-line words that change module parameters (``--lr 1e-4``, ``comm_backend=odc_pad``, ``odc.timeout_s=60``) and
+            the keys of the file itself that say where output goes (``--exp_name second``).
         primus_path: a Primus checkout for modules that name presets; unset: the environment variable PRIMUS_PATH.
 
     Raises:
@@ -82,13 +88,20 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_p
     source = Path(path)
     changes = parse_overrides(overrides)
     content = read_yaml(source)
+    content |= {key: changes.pop(key) for key in _REQUIRED if key in changes}
     problems = [f"{source}: {key} is missing" for key in _REQUIRED if content.get(key) is None]
     modules = content.get("modules") or {}
+    problems += [
+        f"{key} must be a name, but {describe(content[key])} was given"
+        for key in _REQUIRED
+        if isinstance(content.get(key), dict | list | bool)
+    ]
     problems += _check_modules(source, modules)
     if problems:
         raise ConfigError(problems)
     ((module_name, module),) = modules.items()
-    if "config" in module or "model" in module:
+    self_contained = "config" not in module and "model" not in module
+    if not self_contained:
         params = _resolve_presets(source, module_name, primus_path or os.environ.get("PRIMUS_PATH"))
     else:
         params = merge(module.get("params") or {}, {key: value for key, value in module.items() if key not in _RESERVED})
@@ -105,6 +118,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_p
         params=merge(params, changes),
         env={str(key): os.path.expandvars(str(value)) for key, value in env.items()},
         source=source,
+        self_contained=self_contained,
     )
 
 
@@ -134,7 +148,8 @@ def _resolve_presets(source: Path, module_name: str, primus_path: str | Path | N
         raise ConfigError(
             [
                 f"{source}: modules.{module_name} names a Primus preset (config, model), which only Primus can resolve; "
-                "set PRIMUS_PATH to a Primus checkout, or use a self-contained YAML (all keys beside framework)"
+                "primus-odc reads self-contained YAMLs (all keys beside framework). Let Primus itself run this one; or, to train it with "
+                "primus-odc, set PRIMUS_PATH to a Primus checkout and start `torchrun -m primus_odc train`"
             ]
         )
     loader = _import_primus_loader(Path(primus_path).resolve())

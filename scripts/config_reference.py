@@ -16,14 +16,18 @@ from typing import Any
 
 from primus_odc import config
 from primus_odc._config_keys import IN_TREE_KEYS
+from primus_odc._config_values import FROM_ZERO
+from primus_odc.data.keys import DataConfig
+from primus_odc.megatron.train_config import TrainConfig
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 HEAD = """# Configuration
 
-Written by `scripts/config_reference.py` from the docstrings in `primus_odc/config.py`; edit those.
+Written by `scripts/config_reference.py` from the docstrings of the configuration classes; edit those.
 
-primus_odc reads one key and one block of a Primus experiment YAML's trainer module. Everything else in the file is Primus' and Megatron's.
+primus_odc adds one key and one block to the trainer module of a Primus experiment YAML. All other keys are Primus' and Megatron's; which of
+them the standalone trainer reads stands at the end.
 
 ```yaml
 modules:
@@ -36,10 +40,9 @@ modules:
 ```
 
 On a command line the same keys read `--comm_backend odc_nopad --odc.timeout_s 300`. Numbers may be given as text, `null` means the
-default. All mistakes in them are reported at once, before anything starts. A key without effect under the chosen
-`comm_backend` is accepted, so
-that one file serves all arms; a contradiction is refused: `baseline` under another backend than `nccl_pad`, and `deterministic: true`
-with `accumulate: owner`.
+default. All mistakes in a file are reported at once, before anything starts. A key without effect under the chosen `comm_backend` is
+accepted, so that one file serves all arms; a contradiction is refused: `baseline` under another backend than `nccl_pad`,
+`deterministic: true` with `accumulate: owner`, and `microbatch_cost` with a `cost_model` in which tokens cost nothing.
 """
 
 MIGRATION = """## Keys of Primus' in-tree ODC
@@ -48,6 +51,15 @@ They are refused when they ask for something; at the value Primus' own presets g
 
 | old key | ignored at | now |
 | --- | --- | --- |
+"""
+
+
+STANDALONE = """
+## Keys of the standalone trainer
+
+`primus-odc train` and `primus-odc compare` read these keys of a self-contained module, and Megatron's keys of model and optimizer with
+Megatron's own defaults. What the trainer cannot do is refused, and so is a key that it does not know. The keys that say where output goes,
+`work_group`, `user_name`, `exp_name` and `workspace`, can be overridden on the command line as well. No evaluation: `eval_iters: 0`.
 """
 
 
@@ -79,6 +91,8 @@ def allowed(key: str) -> str:
         return "`linear`, `attention`, `[a, b]`"
     if named is not None:
         return ", ".join(f"`{choice}`" for choice in named.__args__)
+    if key in FROM_ZERO:
+        return "number of at least 0"
     return {"bool": "`true`, `false`", "float": "number above 0", "int": "whole number above 0"}[hint]
 
 
@@ -106,8 +120,16 @@ def render() -> str:
     rows = "".join(
         f"| `{old}` | `{'null' if inert is None else yaml_word(inert)}` | {new} |\n" for old, (inert, new) in IN_TREE_KEYS.items()
     )
-    lines.append(MIGRATION + rows)
+    lines.append(MIGRATION + rows + STANDALONE)
+    for title, cls in (("training loop", TrainConfig), ("data and tokenizer", DataConfig)):
+        keys = "".join(f"* `{key}`: {plain(doc)}\n" for key, doc in field_docs(cls).items())
+        lines.append(f"### Of {title}\n\n{keys}")
     return "\n".join(lines)
+
+
+def plain(doc: str) -> str:
+    """A docstring's markup in Markdown: no roles, single backticks."""
+    return re.sub(r":\w+:`", "`", doc).replace("``", "`")
 
 
 def main() -> int:

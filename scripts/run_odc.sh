@@ -9,7 +9,8 @@ usage: bash scripts/run_odc.sh
 Without arguments: makes .venv in the checkout once, installs the package there (with a CPU build of torch where there is neither a
 CUDA nor a ROCm device) and runs the quickstart comparison, configs/quickstart.yaml; the result is output/compare/index.html.
 
-With a config: installs nothing and trains with the Python at hand. The words after the config override its keys.
+With a config: installs nothing and trains with the Python at hand. The words after the config override its keys; all that is wrong with
+them is told before any process starts.
 
 Environment of a training run, as torchrun knows it:
   GPUS_PER_NODE  processes on this node     (default: the GPUs that torch sees; without any, min(cores, 4) CPU processes)
@@ -69,7 +70,6 @@ launch() {
     fi
     ((status == 0)) || die "$python cannot import torch (see above)"
     processes=$(number GPUS_PER_NODE "$found" 1 1024)
-
     if ((nodes > 1)) || [[ -n ${MASTER_PORT:-} || -n ${MASTER_ADDR:-} ]]; then
         ((nodes == 1)) || [[ -n ${MASTER_ADDR:-} ]] || die "NNODES=$nodes needs MASTER_ADDR, the host of node 0"
         port=$(number MASTER_PORT 29500 1 65535)
@@ -78,6 +78,8 @@ launch() {
         # A free port, so that two runs on one host do not meet; the loopback address, because a host name need not resolve.
         rendezvous=(--standalone --local-addr 127.0.0.1)
     fi
+    # Once and before any rank starts: what is wrong is one message, without torchrun's report of every process.
+    "$python" -m primus_odc train --check "$@" || exit
     say "$nodes node(s) with $processes process(es) each, $python"
     exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m primus_odc train "$@"
 }
@@ -89,7 +91,8 @@ case ${1:-} in
         ;;
 esac
 if [[ -n ${PRIMUS_PATH:-} ]]; then
-    die "PRIMUS_PATH is set, but launching through Primus is not in this version: unset PRIMUS_PATH to use the standalone trainer"
+    die "PRIMUS_PATH is set, but launching through Primus is not in this version: unset PRIMUS_PATH to use the standalone trainer;" \
+        "to let that read a YAML with presets of Primus, keep PRIMUS_PATH and start 'torchrun -m primus_odc train' yourself"
 fi
 case ${1:-} in
     '')

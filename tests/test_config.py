@@ -43,6 +43,7 @@ def test_defaults() -> None:
         "verify": "off",
         "timeout_s": 600.0,
         "cost_model": "linear",
+        "microbatch_cost": 0.0,
         "max_tokens_per_microbatch": None,
         "over_length": "error",
         "baseline": None,
@@ -80,6 +81,8 @@ def test_one_block_serves_all_arms(backend: str) -> None:
         ("max_tokens_per_microbatch", "4096", 4096),
         ("max_tokens_per_microbatch", "1e4", 10000),
         ("ranks_per_node", 2.0, 2),
+        ("microbatch_cost", 0, 0.0),
+        ("microbatch_cost", "1e4", 10000.0),
         ("deterministic", "True", True),
         ("verify", False, "off"),
         ("cost_model", "attention", "attention"),
@@ -101,6 +104,8 @@ def test_values_are_converted(key: str, given_value: Any, expected: Any) -> None
         ("timeout_s", float("nan"), "the number nan"),
         ("timeout_s", True, "true"),
         ("memory_budget_gib", -1, "the number -1"),
+        ("microbatch_cost", -1, "the number -1"),
+        ("microbatch_cost", "much", "the text 'much'"),
         ("max_tokens_per_microbatch", 1.5, "the number 1.5"),
         ("ranks_per_node", [2], "the list [2]"),
         ("deterministic", 1, "the number 1"),
@@ -137,6 +142,11 @@ def test_baseline_name_as_backend() -> None:
 def test_deterministic_with_owner() -> None:
     assert "odc.accumulate: owner" in refusal({"deterministic": True, "accumulate": "owner"})
     assert parse_options({"deterministic": True, "accumulate": "auto"}).deterministic
+
+
+def test_fixed_cost_in_tokens_that_cost_nothing() -> None:
+    assert "cost nothing with b = 0" in refusal({"microbatch_cost": 100, "cost_model": [1, 0]})
+    assert parse_options({"microbatch_cost": 0, "cost_model": [1, 0]}).microbatch_cost == 0
 
 
 @pytest.mark.parametrize("backend", ["odc_pad", "odc_nopad", None])

@@ -86,6 +86,20 @@ def test_overrides_go_on_top_of_the_file(tmp_path: Path) -> None:
     assert params == {"lr": 1, "odc": {"timeout_s": 60, "verify": "checksum"}}
 
 
+def test_where_output_goes_can_be_overridden(tmp_path: Path) -> None:
+    experiment = load(tmp_path, "    lr: 1\n", "--exp_name", "second", "workspace=elsewhere", "user_name=5", "--lr", "2")
+    assert experiment.name == "second"
+    assert experiment.root == Path("elsewhere/group/5/second")
+    assert experiment.params == {"lr": 2}
+    path = write(tmp_path, "exp.yaml", HEAD + TRAINER)
+    assert "exp_name must be a name, but the block {'x': 1} was given" in refusal(path, "exp_name.x=1")
+    assert "exp_name is missing" in refusal(path, "exp_name=null")
+
+
+def test_self_contained_or_not(tmp_path: Path) -> None:
+    assert load(tmp_path, "    lr: 1\n").self_contained
+
+
 def test_wrong_overrides_are_all_named(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, "exp.yaml", HEAD + TRAINER), "stray", "--train-iters=3", "a=[1", "=3", "--swiglu", "odc.timeout_s=3")
     assert "5 problems" in message
@@ -161,7 +175,8 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_preset_without_primus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PRIMUS_PATH", raising=False)
     path = write(tmp_path, "exp.yaml", HEAD + TRAINER + "    config: sft_trainer.yaml\n    model: qwen2.5_7B.yaml\n")
-    assert "set PRIMUS_PATH" in refusal(path)
+    message = refusal(path)
+    assert "self-contained YAMLs" in message and "Let Primus itself run this one" in message
     assert "is no Primus checkout" in refusal(path, primus_path=tmp_path)
 
 

@@ -24,19 +24,34 @@ print("STARTED", json.dumps(sys.argv[1:]))
 sys.exit(int(os.environ.get("STUB_EXIT", "0")))
 """
 
+STUB_CHECK = """
+import json, os, sys
+print("CHECKED", json.dumps(sys.argv[1:]))
+sys.exit(int(os.environ.get("STUB_CHECK_EXIT", "0")))
+"""
+
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    """Runs run_odc.sh in an environment of its own; `devices` is what the stub torch says it sees, keywords are environment variables."""
+    """Runs run_odc.sh in an environment of its own; `devices` is what the stub torch says it sees, `cores` what the process may use,
+    keywords are environment variables."""
     for package in ("torch", "torch/distributed", "primus_odc"):
         (tmp_path / "stubs" / package).mkdir(parents=True)
         (tmp_path / "stubs" / package / "__init__.py").touch()
     (tmp_path / "stubs/torch/distributed/run.py").write_text(STUB_RUN)
+    (tmp_path / "stubs/primus_odc/__main__.py").write_text(STUB_CHECK)
     (tmp_path / "config.yaml").touch()
+    # Without site-packages, where the real ones lie.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
 
-    def run(*arguments: str, devices: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "stubs/torch/__init__.py").write_text(f"class cuda:\n    device_count = staticmethod(lambda: {devices})\n")
-        environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "stubs"), **variables}
+    def run(*arguments: str, devices: int = 0, cores: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "stubs/torch/__init__.py").write_text(
+            f"import os\nos.sched_getaffinity = lambda pid: set(range({cores}))\n"
+            f"class cuda:\n    device_count = staticmethod(lambda: {devices})\n"
+        )
+        environment = {"PATH": os.environ["PATH"], "PYTHON": str(python), "PYTHONPATH": str(tmp_path / "stubs"), **variables}
         command = ["bash", str(ROOT / "scripts" / "run_odc.sh"), *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
 
@@ -96,6 +111,13 @@ def test_one_node_takes_a_free_port_and_passes_overrides_on(launch: Launch) -> N
     assert started(result) == ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "3", *own]
 
 
+def test_everything_is_checked_before_any_process_starts(launch: Launch) -> None:
+    result = launch("config.yaml", "--train_iters", "5")
+    assert result.stdout.splitlines()[0] == 'CHECKED ["train", "--check", "config.yaml", "--train_iters", "5"]'
+    result = launch("config.yaml", STUB_CHECK_EXIT="2")
+    assert result.returncode == 2 and "STARTED" not in result.stdout
+
+
 def test_several_nodes_meet_at_the_master(launch: Launch) -> None:
     result = launch("config.yaml", GPUS_PER_NODE="8", NNODES="4", NODE_RANK="3", MASTER_ADDR="node-0", MASTER_PORT="1234")
     rendezvous = ["--nnodes", "4", "--node-rank", "3", "--master-addr", "node-0", "--master-port", "1234"]
@@ -108,9 +130,8 @@ def test_a_given_port_is_used_on_one_node_too(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(("devices", "cores", "expected"), [(0, 1, 1), (0, 2, 2), (0, 4, 4), (0, 64, 4), (1, 64, 1), (8, 2, 8)])
-def test_process_count_is_the_gpus_else_up_to_four_cores(launch: Launch, tmp_path: Path, devices: int, cores: int, expected: int) -> None:
-    (tmp_path / "stubs" / "sitecustomize.py").write_text(f"import os\nos.sched_getaffinity = lambda pid: set(range({cores}))\n")
-    arguments = started(launch("config.yaml", devices=devices))
+def test_process_count_is_the_gpus_else_up_to_four_cores(launch: Launch, devices: int, cores: int, expected: int) -> None:
+    arguments = started(launch("config.yaml", devices=devices, cores=cores))
     assert arguments[arguments.index("--nproc-per-node") + 1] == str(expected)
 
 

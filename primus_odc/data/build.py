@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from primus_odc._config_values import likely
+from primus_odc._problems import Problems
 from primus_odc.data.cache import open_or_build
 from primus_odc.data.dataset import TokenDataset
 from primus_odc.data.huggingface import folder_source, hub_source
-from primus_odc.data.keys import DataConfig, nearest, parse_data
+from primus_odc.data.keys import DataConfig, parse_data
 from primus_odc.data.progress import with_progress
 from primus_odc.data.records import Form
 from primus_odc.data.samples import Sample
@@ -90,6 +92,24 @@ def build_dataset(
     return dataset
 
 
+def check_data(params: Mapping[str, Any]) -> None:
+    """Find out without reading a sample whether an experiment's data and tokenizer can be used. Names of the hub are not looked up.
+
+    Raises:
+        ConfigError: wrong keys, files that are not there or packages that are missing, all at once.
+    """
+    problems = Problems()
+    config = problems.of(lambda: parse_data(params))
+    name = params.get("sft_dataset_name")
+    if config is not None:
+        problems.of(lambda: build_tokenizer(params))
+        if not _is_hub_name(config.sft_dataset_name):
+            problems.of(lambda: build_source(config))
+    elif isinstance(name, str) and name:
+        problems.of(lambda: _require_source(name))
+    problems.raise_any()
+
+
 def build_tokenizer(params: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of an experiment.
 
@@ -114,25 +134,39 @@ def build_source(config: DataConfig) -> Source:
     """
     name = config.sft_dataset_name
     form: Form = "text" if config.sft_conversation_format == "text" else "conversation"
+    _require_source(name)
     if name == "stdlib":
         return StdlibSource(config.sft_stdlib_unit, form)
+    if _is_hub_name(name):
+        return hub_source(name, config.sft_dataset_split, form)
     path = Path(name).expanduser()
     if path.is_dir():
         return folder_source(path, config.sft_dataset_split, form)
-    if path.suffix == ".jsonl" and path.is_file():
-        return JsonlSource([path], path.parent, form)
-    if path.suffix == ".parquet" and path.is_file():
-        return ParquetSource([path], path.parent, form)
+    return (JsonlSource if path.suffix == ".jsonl" else ParquetSource)([path], path.parent, form)
+
+
+def _require_source(name: str) -> None:
+    """The last word on ``sft_dataset_name``, without opening anything.
+
+    Raises:
+        ConfigError: the name is none that :func:`build_source` knows.
+    """
+    path = Path(name).expanduser()
+    if name == "stdlib" or _is_hub_name(name) or path.is_dir() or (path.is_file() and path.suffix in (".jsonl", ".parquet")):
+        return
     if path.exists():
         raise ConfigError([f"sft_dataset_name is {name!r}; a file must end in .jsonl or .parquet"])
-    if _HUB_NAME.fullmatch(name) and not path.suffix:
-        return hub_source(name, config.sft_dataset_split, form)
-    near = nearest(name, ["stdlib"])
+    near = likely(name, ["stdlib"])
     if near is None and path.parent.is_dir():
-        neighbour = nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+        neighbour = likely(path.name, sorted(entry.name for entry in path.parent.iterdir()))
         near = str(path.with_name(neighbour)) if neighbour else None
     hint = f"; did you mean {near}?" if near else ""
     raise ConfigError([f"sft_dataset_name is {name!r}: no such path; give stdlib, a path, or a name owner/dataset of the hub{hint}"])
+
+
+def _is_hub_name(name: str) -> bool:
+    path = Path(name).expanduser()
+    return not path.exists() and not path.suffix and _HUB_NAME.fullmatch(name) is not None
 
 
 def in_validation(sample_id: str, fraction: float) -> bool:

@@ -5,12 +5,12 @@ Names are Primus' own where it has one; the values listed here are what this pac
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from primus_odc._config_values import likely
 from primus_odc.data.stdlib import Unit
 from primus_odc.data.template import Template
 from primus_odc.errors import ConfigError
@@ -108,15 +108,8 @@ def parse_data(params: Mapping[str, Any]) -> DataConfig:
     )
 
 
-def nearest(value: str, allowed: Sequence[str]) -> str | None:
-    """The allowed name that ``value`` is most likely a misspelling of, None where nothing is near."""
-    by_lower = {name.lower(): name for name in allowed}
-    found = difflib.get_close_matches(value.lower(), list(by_lower), n=1)
-    return by_lower[found[0]] if found else None
-
-
 def _did_you_mean(value: str, allowed: Sequence[str]) -> str:
-    near = nearest(value, allowed)
+    near = likely(value, allowed)
     hint = f"; did you mean {near}?" if near else ""
     return f"allowed: {', '.join(allowed)}{hint}"
 

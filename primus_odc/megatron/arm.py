@@ -35,41 +35,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from primus_odc.config import Arm as ArmName
 from primus_odc.config import ParsedComm
-from primus_odc.errors import ConfigError, OdcError, PlanError
+from primus_odc.errors import OdcError, PlanError
 from primus_odc.megatron.lr import build_scheduler
 from primus_odc.megatron.meter import Meter
 from primus_odc.megatron.microbatch import Microbatch
-from primus_odc.megatron.minibatch import Minibatch, MinibatchFactory, evaluation_minibatches, make_minibatch
+from primus_odc.megatron.minibatch import Minibatch
 from primus_odc.megatron.model import build_gpt
 from primus_odc.megatron.on_demand import MeteredEngine
+from primus_odc.megatron.run_options import policy_of
 from primus_odc.megatron.sharding import mixed_precision, shard_gpt
-from primus_odc.planning import Policy
 from primus_odc.report.timeline import SpanRecorder
 
-__all__ = ["Arm", "Minibatch", "MinibatchFactory", "StepOutcome", "evaluation_minibatches", "make_minibatch", "policy_of"]
-
 logger = logging.getLogger("primus_odc")
-
-_POLICIES: dict[str, Policy] = {
-    "nccl_pad": "lb_micro",
-    "nccl_localsort": "localsort",
-    "nccl_zero2": "lb_mini",
-    "odc_pad": "lb_micro",
-    "odc_nopad": "lb_mini",
-}
-
-
-def policy_of(arm: ArmName) -> Policy:
-    """How an arm plans its minibatches.
-
-    Raises:
-        ConfigError: ``stock``, that is, no ``comm_backend``.
-    """
-    if arm == "stock":
-        raise ConfigError(["comm_backend is not set: choose nccl_pad (collectives), odc_pad or odc_nopad (on demand)"])
-    return _POLICIES[arm]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -324,12 +302,7 @@ def build_optimizer(model: nn.Module, params: Mapping[str, Any]) -> torch.optim.
     """AdamW with Megatron's keys and grouping: biases and norms, being one-dimensional, do not decay.
 
     Learning rate and weight decay are set by the scheduler.
-
-    Raises:
-        ConfigError: another ``optimizer`` than adam.
     """
-    if params.get("optimizer", "adam") != "adam":
-        raise ConfigError([f"optimizer: {params['optimizer']!r} is not supported here; supported: adam (that is AdamW)"])
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     plain = [p for name, p in named if p.ndim == 1 or name.endswith(".bias")]
     decaying = [p for name, p in named if not (p.ndim == 1 or name.endswith(".bias"))]

@@ -83,6 +83,24 @@ def latest_step(folder: Path) -> int | None:
     return int(text)
 
 
+def read_state(folder: Path, step: int) -> dict[str, Any]:
+    """Everything but tensors of the checkpoint of ``step``.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    source = _folder(folder, step)
+    try:
+        state: dict[str, Any] = json.loads((source / _STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{source}: no such checkpoint; set load to the folder it lies in and ckpt_step to its number") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{source / _STATE} is damaged: {error}") from None
+    if state.get("format") != FORMAT:
+        raise DataError(f"{source}: format {state.get('format')}, this release reads format {FORMAT}")
+    return state
+
+
 def load_checkpoint(folder: Path, step: int, arm: Arm, stream: MinibatchStream) -> None:
     """Continue from the checkpoint of ``step``; every rank calls it before the first training step.
 
@@ -91,14 +109,7 @@ def load_checkpoint(folder: Path, step: int, arm: Arm, stream: MinibatchStream) 
         ConfigError: it was trained with another schedule.
     """
     source = _folder(folder, step)
-    try:
-        state = json.loads((source / _STATE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{source}: no such checkpoint; set load to the folder it lies in and ckpt_step to its number") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{source / _STATE} is damaged: {error}") from None
-    if state.get("format") != FORMAT:
-        raise DataError(f"{source}: format {state.get('format')}, this release reads format {FORMAT}")
+    state = read_state(folder, step)
     _require_same_model(source, state["parameters"], _shapes(arm))
     stream.load_state_dict(state["stream"])
     arm.reshard()

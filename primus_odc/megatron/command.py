@@ -3,6 +3,9 @@
 Every process ends in ``os._exit``: after collectives over gloo, a process that leaves through the interpreter's finalisation aborts now
 and then although all its work is done. A process that fails says why on stderr and ends with a code other than 0; on demand the others
 notice by themselves, under collectives the launcher ends them.
+
+What every process finds (a wrong key, unusable data) is told once: by the first process of each host. The others wait for the launcher
+to end them, and speak only if it does not.
 """
 
 from __future__ import annotations
@@ -11,62 +14,94 @@ import argparse
 import logging
 import os
 import sys
+import time
 import traceback
 import warnings
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from primus_odc._experiment_yaml import read_yaml
-from primus_odc.cli import EXIT_ERROR
-from primus_odc.errors import ConfigError, OdcError, VersionError
-from primus_odc.experiment import Experiment, load_experiment
-from primus_odc.megatron.train_config import check_keys, normalise
+from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell
+from primus_odc.errors import ConfigError, DataError, OdcError, VersionError
+from primus_odc.experiment import load_experiment
+from primus_odc.megatron.train_config import normalise
 from primus_odc.versions import require_megatron, require_torch
 
 if TYPE_CHECKING:
     import torch
 
+    from primus_odc.megatron.run_options import RunOptions
+
 EXIT_FAILURE = 1
+QUIET_S = 15.0
+"""How long a process leaves it to the first one of its host to tell an error that both have."""
+_EVERYBODYS = (ConfigError, DataError, VersionError)
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``primus-odc train``."""
     parser.add_argument("config", help="an experiment YAML, for example configs/cpu_odc_nopad.yaml")
+    parser.add_argument("--check", action="store_true", help="check everything that can be known before a run, and do not train")
 
 
-def run_train(args: argparse.Namespace) -> NoReturn:
+def run_train(args: argparse.Namespace) -> int:
     """Train ``args.config`` with the overrides ``args.overrides`` as one of the processes the launcher started.
 
+    Returns:
+        0 after ``--check``. A training run ends the process here, with code 0, 1 (anything unforeseen), 2 (:class:`OdcError`) or 130
+        (interrupted).
+
     Raises:
-        ConfigError: what is wrong before any process group exists; everything later ends the process here.
+        ConfigError: what is wrong before any process group exists.
         VersionError: torch or megatron-core outside the tested range.
     """
+    try:
+        options = _prepare(args)
+    except OdcError:
+        _leave_it_to_the_first()
+        raise
+    if not args.check:
+        _train(options, args.traceback)
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> RunOptions:
+    """Everything before the process group: all that is wrong is told at once."""
     experiment = load_experiment(args.config, args.overrides)
     # As Primus does: a file's env block comes before torch is imported.
     os.environ.update(experiment.env)
-    rank = int(os.environ.get("RANK", "0"))
-    _set_up_logging(rank)
-    params = normalise(experiment.params)
-    if is_self_contained(experiment):
-        check_keys(params)
+    _set_up_logging(int(os.environ.get("RANK", "0")))
     require_torch()
     require_megatron()
-    from primus_odc.megatron.trainer import RunOptions, train
+    from primus_odc.megatron.run_options import RunOptions
+    from primus_odc.megatron.trainer import check_outputs
 
-    options = RunOptions.of(experiment, params)
-    device = _device(options.train.distributed_backend)
+    options = RunOptions.of(experiment, normalise(experiment.params))
+    check_outputs(options)
+    return options
+
+
+def _train(options: RunOptions, show_traceback: bool) -> None:
+    """Train and end the process."""
+    from primus_odc.megatron.trainer import train
+
+    backend = options.train.distributed_backend
     code = EXIT_FAILURE
     try:
-        _initialise(options.train.distributed_backend, timedelta(minutes=options.train.distributed_timeout_minutes))
+        device = _device(backend)
+        _initialise(backend, timedelta(minutes=options.train.distributed_timeout_minutes))
         train(options, device)
         _leave_together()
         code = 0
-    except (ConfigError, VersionError) as error:
-        print(f"primus-odc: error: {error}", file=sys.stderr)
+    except OdcError as error:
+        everybodys = isinstance(error, _EVERYBODYS)
+        if everybodys:
+            _leave_it_to_the_first()
+        if show_traceback:
+            traceback.print_exc()
+        tell(error, "" if everybodys else f"on rank {os.environ.get('RANK', '0')}: ")
         code = EXIT_ERROR
-    except OdcError:
-        traceback.print_exc()
-        code = EXIT_ERROR
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     except BaseException:  # noqa: BLE001 - it ends the process right here
         traceback.print_exc()
     finally:
@@ -75,10 +110,10 @@ def run_train(args: argparse.Namespace) -> NoReturn:
         os._exit(code)
 
 
-def is_self_contained(experiment: Experiment) -> bool:
-    """Whether the module names no preset of Primus, so that every key in it is meant for this trainer."""
-    module = read_yaml(experiment.source)["modules"][experiment.module_name]
-    return "config" not in module and "model" not in module
+def _leave_it_to_the_first() -> None:
+    """Called before an error is told that all processes have: all but the first of the host give the launcher time to end them."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(QUIET_S)
 
 
 def _device(backend: str) -> torch.device:
@@ -86,8 +121,6 @@ def _device(backend: str) -> torch.device:
 
     if backend == "gloo":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(["distributed_backend: nccl needs a GPU and torch sees none; set distributed_backend: gloo to train on the CPU"])
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device

@@ -1,8 +1,9 @@
 """Run the arms of a comparison on this host's ranks.
 
 ``primus-odc compare`` is one process that starts its ranks itself, waits for them and reads what rank 0 measured; see
-:mod:`primus_odc.megatron.rounds` for what they do. It imports neither torch nor megatron-core. It is not launched by torchrun: all ranks
-must share one host and one clock, and a process of its own outlives a rank that dies and can say which one it was.
+:mod:`primus_odc.megatron.rounds` for what they do. It imports neither torch nor megatron-core, unless something is wrong with the
+experiment anyway and the model's keys are checked along. It is not launched by torchrun: all ranks must share one host and one clock, and
+a process of its own outlives a rank that dies and can say which one it was.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 from primus_odc.config import parse_odc
 from primus_odc.errors import ConfigError
 from primus_odc.experiment import load_experiment
-from primus_odc.megatron.command import is_self_contained
 from primus_odc.megatron.compare_job import Job, arm_params
 from primus_odc.megatron.local_ranks import run_ranks
-from primus_odc.megatron.train_config import check_keys, normalise, parse_train
+from primus_odc.megatron.run_options import require_checked
+from primus_odc.megatron.train_config import normalise
 from primus_odc.report.result import ComparisonResult
 
 MOST_DEFAULT_RANKS = 4
@@ -47,9 +48,8 @@ def run_comparison(
         raise ConfigError(["compare starts its ranks itself: run it without torchrun, and say how many ranks with --nproc"])
     experiment = load_experiment(config, list(overrides))
     params = normalise(experiment.params)
-    if is_self_contained(experiment):
-        check_keys(params)
-    if parse_train(params).distributed_backend != "gloo":
+    require_checked(experiment, arm_params(params, arms[0]))
+    if params.get("distributed_backend") != "gloo":
         raise ConfigError(["distributed_backend: arms are compared on the CPU in this version; set distributed_backend: gloo"])
     timeout_s = max(parse_odc(arm_params(params, arm)).odc.timeout_s for arm in arms)
     world_size = nproc or min(len(os.sched_getaffinity(0)), MOST_DEFAULT_RANKS)

@@ -122,11 +122,15 @@ def _failure(codes: Sequence[int | None], logs: Sequence[Path], silence_s: float
     parts = []
     if silence_s is not None:
         parts.append(f"the ranks made no progress for {silence_s:g} s and were ended")
+    # Ranks that ended alike and wrote the same are told together: a wrong key is found by all of them.
+    told: dict[tuple[str, ...], list[int]] = {}
     for rank, (code, log) in enumerate(zip(codes, logs, strict=True)):
-        if code == 0:
-            continue
-        written = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-        parts.append(f"rank {rank} {_ended(code)}" + (":" if written else ""))
+        if code != 0:
+            written = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+            told.setdefault((_ended(code), *written), []).append(rank)
+    for (ended, *written), ranks in told.items():
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        parts.append(f"{who} {ended}" + (":" if written else ""))
         parts += [f"  {line}" for line in written]
     return "\n".join(parts)
 

@@ -6,12 +6,14 @@ the rate at `n`: with a warm-up from 0 the very first step has rate 0. A skipped
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from primus_odc._config_values import describe
 from primus_odc.errors import ConfigError
 
 _DECAY_STYLES = ("linear", "cosine", "constant", "inverse-square-root", "WSD")
@@ -30,22 +32,41 @@ def build_scheduler(optimizer: torch.optim.Optimizer, params: Mapping[str, Any])
     Raises:
         ConfigError: missing or contradictory keys.
     """
-    get = params.get
-    steps, warmup_fraction = int(get("train_iters") or 0), get("lr_warmup_fraction")
-    decay_steps = int(get("lr_decay_iters") or steps)
-    warmup_steps = get("lr_warmup_iters", 0) if warmup_fraction is None else warmup_fraction * decay_steps
-    style, wsd_steps, wsd_style = get("lr_decay_style", "linear"), get("lr_wsd_decay_iters"), get("lr_wsd_decay_style", "exponential")
-    max_lr, min_lr, init_lr = get("lr", -1.0), get("min_lr", 0.0), get("lr_warmup_init", 0.0)
-    weight_decay, wd_style = get("weight_decay", 0.01), get("weight_decay_incr_style", "constant")
-    start_wd, end_wd = (
-        (weight_decay, weight_decay) if wd_style == "constant" else (get("start_weight_decay", -1.0), get("end_weight_decay", -1.0))
-    )
+    return OptimizerParamScheduler(optimizer, **schedule(params))
 
+
+def schedule(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron's scheduler takes beside the optimizer.
+
+    Raises:
+        ConfigError: missing or contradictory keys, all at once.
+    """
+    get = params.get
+    problems: list[str] = []
+    unusable: set[str] = set()
+
+    def number(key: str, default: float | None, least: float = 0) -> float:
+        value = get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+            given = "is missing" if value is None else f"is {describe(value)}"
+            problems.append(f"{key} {given}; it must be a number of at least {least:g}")
+            unusable.add(key)
+            return least
+        return value
+
+    steps = int(number("train_iters", None, least=1))
+    decay_steps = int(number("lr_decay_iters", None, least=1)) if get("lr_decay_iters") is not None else steps
+    fraction = get("lr_warmup_fraction") is not None
+    warmup_steps = number("lr_warmup_fraction", None) * decay_steps if fraction else number("lr_warmup_iters", 0)
+    style, wsd_style = get("lr_decay_style", "linear"), get("lr_wsd_decay_style", "exponential")
+    wsd_steps = int(number("lr_wsd_decay_iters", None)) if get("lr_wsd_decay_iters") is not None else None
+    max_lr, min_lr, init_lr = number("lr", None), number("min_lr", 0.0), number("lr_warmup_init", 0.0)
+    wd_style = get("weight_decay_incr_style", "constant")
+    if wd_style == "constant":
+        start_wd = end_wd = number("weight_decay", 0.01)
+    else:
+        start_wd, end_wd = number("start_weight_decay", None), number("end_weight_decay", None)
     override, use_checkpoint = get("override_opt_param_scheduler", False), get("use_checkpoint_opt_param_scheduler", False)
-    numbers = {"lr": max_lr, "min_lr": min_lr, "lr_warmup_init": init_lr, "weight_decay (start)": start_wd, "weight_decay (end)": end_wd}
-    problems = [
-        f"{key} is missing, negative or no number" for key, value in numbers.items() if not isinstance(value, (int, float)) or value < 0
-    ]
     for key, value, allowed in (
         ("lr_decay_style", style, _DECAY_STYLES),
         ("weight_decay_incr_style", wd_style, _WEIGHT_DECAY_STYLES),
@@ -53,34 +74,43 @@ def build_scheduler(optimizer: torch.optim.Optimizer, params: Mapping[str, Any])
     ):
         if value not in allowed:
             problems.append(f"{key}: {value!r} is not one of {', '.join(allowed)}")
-    if steps < 1:
-        problems.append("train_iters must be at least 1")
-    elif warmup_steps >= decay_steps:
-        problems.append(f"the warm-up of {warmup_steps} steps must be shorter than lr_decay_iters (train_iters if absent), {decay_steps}")
     if override and use_checkpoint:
         problems.append("override_opt_param_scheduler and use_checkpoint_opt_param_scheduler exclude each other")
     if style == "WSD" and wsd_steps is None:
         problems.append("lr_decay_style: WSD needs lr_wsd_decay_iters")
-    if not problems and not max(min_lr, init_lr) <= max_lr:
-        problems.append(f"min_lr ({min_lr}) and lr_warmup_init ({init_lr}) must be at most lr ({max_lr})")
-    if not problems and start_wd > end_wd:
-        problems.append(f"start_weight_decay ({start_wd}) must be at most end_weight_decay ({end_wd})")
+    comparisons = (
+        (
+            ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction"),
+            warmup_steps >= decay_steps,
+            f"the warm-up of {warmup_steps:g} steps must be shorter than lr_decay_iters (train_iters if absent), {decay_steps}",
+        ),
+        (
+            ("lr", "min_lr", "lr_warmup_init"),
+            max(min_lr, init_lr) > max_lr,
+            f"min_lr ({min_lr}) and lr_warmup_init ({init_lr}) must be at most lr ({max_lr})",
+        ),
+        (
+            ("weight_decay", "start_weight_decay", "end_weight_decay"),
+            start_wd > end_wd,
+            f"start_weight_decay ({start_wd}) must be at most end_weight_decay ({end_wd})",
+        ),
+    )
+    problems += [text for keys, wrong, text in comparisons if wrong and unusable.isdisjoint(keys)]
     if problems:
         raise ConfigError(problems)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=init_lr,
-        max_lr=max_lr,
-        min_lr=min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=decay_steps,
-        lr_decay_style=style,
-        start_wd=start_wd,
-        end_wd=end_wd,
-        wd_incr_steps=steps,
-        wd_incr_style=wd_style,
-        use_checkpoint_opt_param_scheduler=use_checkpoint,
-        override_opt_param_scheduler=override,
-        wsd_decay_steps=wsd_steps,
-        lr_wsd_decay_style=wsd_style,
-    )
+    return {
+        "init_lr": init_lr,
+        "max_lr": max_lr,
+        "min_lr": min_lr,
+        "lr_warmup_steps": warmup_steps,
+        "lr_decay_steps": decay_steps,
+        "lr_decay_style": style,
+        "start_wd": start_wd,
+        "end_wd": end_wd,
+        "wd_incr_steps": steps,
+        "wd_incr_style": wd_style,
+        "use_checkpoint_opt_param_scheduler": use_checkpoint,
+        "override_opt_param_scheduler": override,
+        "wsd_decay_steps": wsd_steps,
+        "lr_wsd_decay_style": wsd_style,
+    }

@@ -7,7 +7,7 @@ known everywhere without communication. A rank packs its own microbatches only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -85,6 +85,10 @@ def make_minibatch(
     )
 
 
+Maker = Callable[[int, Sequence[Sample]], Minibatch]
+"""(step, samples of all ranks) -> the minibatch, as one rank makes it."""
+
+
 class MinibatchFactory:
     """The minibatches of consecutive steps, made ahead by a background thread; a context manager that closes at its end.
 
@@ -92,42 +96,25 @@ class MinibatchFactory:
     """
 
     def __init__(
-        self,
-        dataset: TokenDataset,
-        stream: MinibatchStream,
-        *,
-        policy: Policy,
-        cost_model: CostModel,
-        max_tokens: int,
-        world_size: int,
-        rank: int,
-        device: torch.device,
-        first_step: int = 0,
-        pad_empty_ranks: bool = False,
-        depth: int = 2,
-        timeout_s: float = 600.0,
+        self, dataset: TokenDataset, stream: MinibatchStream, make: Maker, *, first_step: int = 0, depth: int = 2, timeout_s: float = 600.0
     ) -> None:
-        """``stream`` stands at the minibatch of ``first_step``; ``depth`` minibatches are kept ready; ``timeout_s`` bounds the wait for
-        one. The other arguments are those of :func:`make_minibatch`."""
+        """
+        Args:
+            dataset: the same on all ranks.
+            stream: stands at the minibatch of ``first_step``.
+            make: :func:`make_minibatch` with all but its first two arguments.
+            depth: minibatches kept ready.
+            timeout_s: longest wait for one.
+        """
         self._stream = stream
         self._batch_size = len(stream.minibatch_after(stream.consumed_samples))
         start = stream.consumed_samples
 
-        def make(step: int) -> Minibatch:
+        def make_step(step: int) -> Minibatch:
             indices = stream.minibatch_after(start + (step - first_step) * self._batch_size)
-            return make_minibatch(
-                step,
-                [dataset[int(i)] for i in indices],
-                policy=policy,
-                cost_model=cost_model,
-                max_tokens=max_tokens,
-                world_size=world_size,
-                rank=rank,
-                device=device,
-                pad_empty_ranks=pad_empty_ranks,
-            )
+            return make(step, [dataset[int(i)] for i in indices])
 
-        self._ahead = PlanAhead(make, first_step, depth, timeout_s)
+        self._ahead = PlanAhead(make_step, first_step, depth, timeout_s)
 
     def get(self, step: int) -> Minibatch:
         """The minibatch of ``step``; steps are taken one after the other.
@@ -150,41 +137,16 @@ class MinibatchFactory:
         self.close()
 
 
-def evaluation_minibatches(
-    dataset: TokenDataset,
-    count: int,
-    batch_size: int,
-    *,
-    policy: Policy,
-    cost_model: CostModel,
-    max_tokens: int,
-    world_size: int,
-    rank: int,
-    device: torch.device,
-    pad_empty_ranks: bool = False,
-) -> list[Minibatch]:
+def evaluation_minibatches(dataset: TokenDataset, count: int, batch_size: int, make: Maker) -> list[Minibatch]:
     """The first ``count`` minibatches of ``batch_size`` samples, in the dataset's order, the same at every evaluation; fewer where the
-    dataset ends before. The other arguments are those of :func:`make_minibatch`.
+    dataset ends before. ``make`` is :func:`make_minibatch` with all but its first two arguments.
 
     Raises:
         PlanError: none of the samples has a target.
     """
     stop = min(count * batch_size, len(dataset))
     chunks = [range(start, min(start + batch_size, stop)) for start in range(0, stop, batch_size)]
-    minibatches = [
-        make_minibatch(
-            number,
-            [dataset[i] for i in chunk],
-            policy=policy,
-            cost_model=cost_model,
-            max_tokens=max_tokens,
-            world_size=world_size,
-            rank=rank,
-            device=device,
-            pad_empty_ranks=pad_empty_ranks,
-        )
-        for number, chunk in enumerate(chunks)
-    ]
+    minibatches = [make(number, [dataset[i] for i in chunk]) for number, chunk in enumerate(chunks)]
     if not any(minibatch.target_tokens for minibatch in minibatches):
         raise PlanError(f"none of the first {stop} validation samples has a target token; raise eval_iters or sft_validation_fraction")
     return minibatches

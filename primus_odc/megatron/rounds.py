@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from primus_odc.data.dataset import TokenDataset
-from primus_odc.megatron.arm import Arm, Minibatch, StepOutcome, make_minibatch
+from primus_odc.megatron.arm import Arm, StepOutcome
 from primus_odc.megatron.ideal import IDEAL, Ideal
+from primus_odc.megatron.minibatch import Minibatch, make_minibatch
 from primus_odc.planning import CostModel, Policy
 from primus_odc.report.timeline import Span, SpanKind, SpanRecorder, Timeline, compute_table, exclusive_spans, make_timeline
 

@@ -1,11 +1,7 @@
-"""The keys of a trainer module that the standalone trainer reads itself, and a word about every other key.
+"""The keys of the training loop, out of a trainer module.
 
-Model, schedule, data and communication keys are checked by the parts they belong to. Here stand the keys of the loop, and the list of all
-keys: in a self-contained module an unknown key is an error with the nearest name, because a misspelt ``train_iters`` would train on
-something else than what was written. Keys that Primus and Megatron need and that have no effect here (:data:`IGNORED_KEYS`) may stand in
-the file. A key is among them only if no value of it changes what is computed; one that would is refused unless it asks for what this
-trainer does anyway (:data:`_FIXED`). A module made of Primus' presets carries hundreds of keys of Primus and is not checked for unknown
-ones.
+Model, schedule, data and communication keys are checked by the parts they belong to; which keys there are at all stands in
+:mod:`primus_odc.megatron.train_keys`.
 """
 
 from __future__ import annotations
@@ -16,228 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from primus_odc._config_keys import IN_TREE_KEYS
-from primus_odc._config_values import describe, nearest
-from primus_odc.data.keys import DATA_KEYS
+from primus_odc._config_values import describe
 from primus_odc.errors import ConfigError
+from primus_odc.megatron.train_keys import FIXED, TEXT_KEYS
 
-_LOOP_KEYS = (
-    "train_iters",
-    "global_batch_size",
-    "seed",
-    "eval_interval",
-    "eval_iters",
-    "save",
-    "load",
-    "save_interval",
-    "ckpt_step",
-    "exit_interval",
-    "log_interval",
-    "distributed_backend",
-    "distributed_timeout_minutes",
-    "make_vocab_size_divisible_by",
-)
-_OPTIMIZER_KEYS = (
-    "optimizer",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_warmup_iters",
-    "lr_warmup_fraction",
-    "lr_warmup_init",
-    "lr_wsd_decay_iters",
-    "lr_wsd_decay_style",
-    "weight_decay",
-    "weight_decay_incr_style",
-    "start_weight_decay",
-    "end_weight_decay",
-    "override_opt_param_scheduler",
-    "use_checkpoint_opt_param_scheduler",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "clip_grad",
-)
-_MODEL_KEYS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "group_query_attention",
-    "num_query_groups",
-    "kv_channels",
-    "seq_length",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_seq_len_interpolation_factor",
-    "normalization",
-    "norm_epsilon",
-    "layernorm_epsilon",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "softmax_scale",
-    "init_method_std",
-    "embedding_init_method_std",
-    "bf16",
-    "grad_reduce_in_bf16",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "recompute_activations",
-    # refused by the model unless they are off
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "untie_embeddings_and_output_weights",
-    "hidden_dropout",
-    "attention_dropout",
-    "fp16",
-    "fp8",
-    "fp4",
-    "fp32_residual_connection",
-    "num_experts",
-    "mtp_num_layers",
-    "multi_latent_attention",
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "apply_residual_connection_post_layernorm",
-    "squared_relu",
-    "quick_geglu",
-    "openai_gelu",
-    "qk_layernorm",
-    "qk_l2_norm",
-    "attention_output_gate",
-    "window_size",
-    "softmax_type",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "apply_layernorm_1p",
-    "rotary_interleaved",
-    "use_rope_scaling",
-    "no_rope_freq",
-    "init_method_xavier_uniform",
-    "distribute_saved_activations",
-)
-_COMM_KEYS = ("comm_backend", "odc")
-
-# key -> (accepted values, why nothing else); an absent key is accepted.
-_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "calculate_per_token_loss": ((True,), "every target token of a minibatch counts the same here"),
-    "use_torch_fsdp2": ((True,), "FSDP2 is the only way this trainer splits a model"),
-    "use_distributed_optimizer": ((False,), "FSDP2 shards the optimizer already"),
-    "use_megatron_fsdp": ((False,), "FSDP2 is the only way this trainer splits a model"),
-    "micro_batch_size": ((1, None), "microbatches are packed by tokens, see odc.max_tokens_per_microbatch"),
-    "train_samples": ((None,), "training is counted in minibatches; set train_iters"),
-    "rampup_batch_size": ((None,), "every minibatch has global_batch_size samples"),
-    "finetune": ((False,), "load continues a run, its data position and optimizer included"),
-    "no_load_optim": ((False, None), "load continues a run, its optimizer included"),
-    "no_load_rng": ((False, None), "load continues a run, its random numbers included"),
-    "no_save_optim": ((False, None), "a checkpoint always holds the optimizer"),
-    "no_save_rng": ((False, None), "a checkpoint always holds the random numbers"),
-    "skip_train": ((False,), "this trainer trains"),
-    "decoupled_lr": ((None,), "all parameters have one learning rate"),
-    "lora": ((None, False), "all parameters are trained"),
-    "ckpt_format": (("torch_dcp", "torch_dist"), "checkpoints are written by torch.distributed.checkpoint"),
-}
-
-IGNORED_KEYS = (
-    *IN_TREE_KEYS,  # primus_odc.config answers the ones that ask for something
-    "stage",
-    "trainable",
-    "sft_bridge_compat_inline_bos",
-    "sft_sanitize_nan_grads",
-    "transformer_impl",
-    "gradient_accumulation_fusion",
-    "bias_swiglu_fusion",
-    "bias_gelu_fusion",
-    "bias_dropout_fusion",
-    "masked_softmax_fusion",
-    "apply_rope_fusion",
-    "cross_entropy_loss_fusion",
-    "persist_layer_norm",
-    "attention_backend",
-    "attention_softmax_in_fp32",
-    "use_flash_attn",
-    "enable_primus_turbo",
-    "use_turbo_attention",
-    "use_turbo_gemm",
-    "use_turbo_rms_norm",
-    "enable_packed_sequences",
-    "use_packed_attention",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "ddp_average_in_collective",
-    "ddp_bucket_size",
-    "num_workers",
-    "dataloader_type",
-    "mock_data",
-    "eod_mask_loss",
-    "reset_position_ids",
-    "reset_attention_mask",
-    "create_attention_mask_in_dataloader",
-    "async_save",
-    "auto_continue_train",
-    "auto_detect_ckpt_format",
-    "ckpt_assume_constant_structure",
-    "ckpt_fully_parallel_load",
-    "ckpt_fully_parallel_save",
-    "exit_on_missing_checkpoint",
-    "disable_last_saving",
-    "manual_gc",
-    "manual_gc_interval",
-    "manual_gc_eval",
-    "check_for_nan_in_loss_and_grad",
-    "check_for_spiky_loss",
-    "check_for_large_grads",
-    "deterministic_mode",
-    "use_cpu_initialization",
-    "init_model_with_meta_device",
-    "log_throughput",
-    "log_params_norm",
-    "log_num_zeros_in_grad",
-    "log_progress",
-    "log_avg_skip_iterations",
-    "log_avg_reset_interval",
-    "logging_level",
-    "timing_log_level",
-    "timing_log_option",
-    "tensorboard_dir",
-    "tensorboard_log_interval",
-    "tensorboard_queue_size",
-    "disable_tensorboard",
-    "disable_wandb",
-    "disable_mlflow",
-    "wandb_project",
-    "wandb_exp_name",
-    "wandb_entity",
-    "wandb_save_dir",
-    "profile",
-    "profile_ranks",
-    "profile_step_start",
-    "profile_step_end",
-    "use_pytorch_profiler",
-    "file_sink_level",
-    "stdout_sink_level",
-    "stderr_sink_level",
-)
-"""Keys of Primus and Megatron without an effect on what this trainer computes."""
-
-KNOWN_KEYS = (*_LOOP_KEYS, *_OPTIMIZER_KEYS, *_MODEL_KEYS, *DATA_KEYS, *_COMM_KEYS, *_FIXED)
-
-# Known keys whose value is a text even where it spells a number.
-_TEXT_KEYS = frozenset((*DATA_KEYS, *_COMM_KEYS, "save", "load")) - {"sft_max_samples", "sft_min_tokens", "sft_validation_fraction"}
+_FLAGS = ("bf16", "grad_reduce_in_bf16", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainConfig:
-    """The keys of the training loop. Names and defaults are Megatron's."""
+    """The keys of the training loop. Names and defaults are Megatron's, except that nothing is evaluated without an ``eval_interval``."""
 
     train_iters: int
     """Minibatches to train on, from the beginning of the run, skipped ones included."""
@@ -246,19 +30,19 @@ class TrainConfig:
     seed: int
     """Of the initial weights and the order of the data."""
     eval_interval: int | None
-    """Evaluate after every so many steps; null: never."""
+    """Evaluate after every so many steps; null or 0: never."""
     eval_iters: int
-    """Minibatches of one evaluation, each of ``global_batch_size`` validation samples."""
+    """Minibatches of one evaluation, each of ``global_batch_size`` validation samples; 0: evaluation is off, as in Megatron."""
     save: Path | None
     """Folder of the checkpoints; null: none are written."""
     load: Path | None
     """Folder whose latest checkpoint is continued; one without any starts a run."""
     save_interval: int | None
-    """Save after every so many steps; the last step is saved too."""
+    """Save after every so many steps; null or 0: only after the last step, which is always saved."""
     ckpt_step: int | None
     """Load the checkpoint of this step instead of the latest."""
     exit_interval: int | None
-    """Stop after the first step that is a multiple of it; with ``save``, a checkpoint is written."""
+    """Stop after the first step that is a multiple of it, null or 0: only at the end; with ``save``, a checkpoint is written."""
     log_interval: int
     """Print a line for every so many steps; the step log always has all."""
     distributed_backend: Literal["gloo", "nccl"]
@@ -267,6 +51,11 @@ class TrainConfig:
     """Longest wait in a collective."""
     make_vocab_size_divisible_by: int
     """The vocabulary is padded to a multiple of it, as Megatron does."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is any evaluation."""
+        return self.eval_interval is not None and self.eval_iters > 0
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Rows of embedding and head for a tokenizer of ``vocab_size`` tokens."""
@@ -281,20 +70,24 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
     """
     problems = [
         f"{key}: {describe(params[key])} is not supported by the standalone trainer; leave it out or set {_spell(accepted[0])}: {reason}"
-        for key, (accepted, reason) in _FIXED.items()
+        for key, (accepted, reason) in FIXED.items()
         if key in params and params[key] not in accepted
     ]
 
-    def number(key: str, default: Any, *, least: float = 1, whole: bool = True) -> Any:
+    def number(key: str, default: Any, *, least: float = 1, below: float = math.inf, whole: bool = True) -> Any:
         value = params.get(key, default)
         if value is None and default is None:
             return None
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and least <= value < below
         if value is None or not good or (whole and value != int(value)):
             given = "is missing" if key not in params else f"is {describe(value)}"
-            problems.append(f"{key} {given}; it must be a {'whole ' if whole else ''}number of at least {least:g}")
+            bound = f" and below {below:g}" if below < math.inf else ""
+            problems.append(f"{key} {given}; it must be a {'whole ' if whole else ''}number of at least {least:g}{bound}")
             return least
         return int(value) if whole else float(value)
+
+    def interval(key: str) -> int | None:
+        return number(key, None, least=0) or None
 
     def folder(key: str) -> Path | None:
         value = params.get(key)
@@ -306,19 +99,23 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
     backend = params.get("distributed_backend", "nccl")
     if backend not in ("gloo", "nccl"):
         problems.append(f"distributed_backend is {describe(backend)}; allowed: gloo (trains on the CPU), nccl (trains on GPUs)")
-    for key in ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad"):
+    for key in ("adam_beta1", "adam_beta2"):
+        number(key, 0.0, least=0, below=1, whole=False)
+    for key in ("adam_eps", "clip_grad"):
         number(key, 0.0, least=0, whole=False)
+    flags = {key: params.get(key, False) for key in _FLAGS}
+    problems += [f"{key} is {describe(value)}; it must be true or false" for key, value in flags.items() if not isinstance(value, bool)]
     config = TrainConfig(
         train_iters=number("train_iters", -1),
         global_batch_size=number("global_batch_size", -1),
         seed=number("seed", 1234, least=0),
-        eval_interval=number("eval_interval", None),
-        eval_iters=number("eval_iters", 100),
+        eval_interval=interval("eval_interval"),
+        eval_iters=number("eval_iters", 100, least=0),
         save=folder("save"),
         load=folder("load"),
-        save_interval=number("save_interval", None),
+        save_interval=interval("save_interval"),
         ckpt_step=number("ckpt_step", None, least=0),
-        exit_interval=number("exit_interval", None),
+        exit_interval=interval("exit_interval"),
         log_interval=number("log_interval", 100),
         distributed_backend=backend,
         distributed_timeout_minutes=number("distributed_timeout_minutes", 10, least=0.01, whole=False),
@@ -326,38 +123,33 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
     )
     if config.ckpt_step is not None and config.load is None:
         problems.append("ckpt_step chooses a checkpoint of load, which is not set")
-    if config.eval_interval is not None and not params.get("sft_validation_fraction"):
-        problems.append("eval_interval needs validation samples: set sft_validation_fraction above 0, or eval_interval: null")
+    if config.evaluates and not params.get("sft_validation_fraction"):
+        problems.append("eval_interval needs validation samples: set sft_validation_fraction above 0, or eval_iters: 0 for no evaluation")
     if problems:
         raise ConfigError(problems)
     return config
 
 
 def normalise(params: Mapping[str, Any]) -> dict[str, Any]:
-    """``params`` with text that spells a number turned into one (YAML reads ``1e-4`` as text), except where a text is meant."""
-    return {key: value if key in _TEXT_KEYS or not isinstance(value, str) else _number(value) for key, value in params.items()}
+    """``params`` with text that spells a number turned into one (YAML reads ``1e-4`` as text), except where a text is meant.
 
-
-def check_keys(params: Mapping[str, Any]) -> None:
-    """Refuse keys of a self-contained module that nothing here reads.
-
-    Raises:
-        ConfigError: naming every unknown key with the nearest known one.
+    Numbers that are not finite become or stay text, which no key of a number accepts.
     """
-    accepted = (*KNOWN_KEYS, *IGNORED_KEYS)
-    problems = [
-        f"{key} is not known to the standalone trainer, did you mean {nearest(key, accepted)!r}?" for key in params if key not in accepted
-    ]
-    if problems:
-        raise ConfigError(problems)
+    return {key: value if key in TEXT_KEYS else _number(value) for key, value in params.items()}
 
 
-def _number(text: str) -> Any:
+def _number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if not isinstance(value, str):
+        return value
     try:
-        value = float(text)
+        number = float(value)
     except ValueError:
-        return text
-    return int(text) if text.strip().lstrip("+-").isdigit() else value
+        return value
+    if not math.isfinite(number):
+        return value
+    return int(value) if value.strip().lstrip("+-").isdigit() else number
 
 
 def _spell(value: Any) -> str:

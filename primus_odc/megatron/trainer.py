@@ -2,7 +2,7 @@
 
 What stands below ``<workspace>/<work_group>/<user_name>/<exp_name>``: ``steps.jsonl`` (:mod:`primus_odc.report.logs`), one line a step;
 checkpoints stand where ``save`` says, token caches below the workspace. A run is continued by ``load``; it then goes on writing its
-own step log.
+own step log, or begins one at that step in another folder. Nothing of an earlier run is written over.
 
 All ranks walk through the same minibatches, evaluations and checkpoints, because each follows from the step number and the file alone.
 """
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,78 +21,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from primus_odc.config import ParsedComm, parse_odc
+from primus_odc._problems import Problems
 from primus_odc.data import MinibatchStream, TokenDataset, build_dataset, build_tokenizer
 from primus_odc.errors import ConfigError, DataError, PlanError
-from primus_odc.experiment import Experiment
-from primus_odc.megatron.arm import Arm, Minibatch, MinibatchFactory, StepOutcome, evaluation_minibatches, policy_of
-from primus_odc.megatron.checkpoint import latest_step, load_checkpoint, save_checkpoint
+from primus_odc.megatron.arm import Arm, Minibatch, StepOutcome
+from primus_odc.megatron.checkpoint import latest_step, load_checkpoint, read_state, save_checkpoint
 from primus_odc.megatron.collector import collecting_between_steps
-from primus_odc.megatron.gpt_config import gpt_config
-from primus_odc.megatron.train_config import TrainConfig, parse_train
-from primus_odc.planning import CostModel
-from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, log_path
+from primus_odc.megatron.minibatch import Maker, MinibatchFactory, evaluation_minibatches, make_minibatch
+from primus_odc.megatron.run_options import RunOptions
+from primus_odc.megatron.train_config import TrainConfig
+from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, log_path, require_no_log
 from primus_odc.report.machine import describe_machine, describe_versions
 
 logger = logging.getLogger("primus_odc")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RunOptions:
-    """A checked experiment."""
-
-    experiment: Experiment
-    params: dict[str, Any]
-    """Of the trainer module, normalised."""
-    train: TrainConfig
-    comm: ParsedComm
-    max_tokens: int
-    """Most tokens of one microbatch."""
-    cost_model: CostModel
-
-    @classmethod
-    def of(cls, experiment: Experiment, params: dict[str, Any]) -> RunOptions:
-        """Check everything that can be checked before any process group exists.
-
-        Raises:
-            ConfigError: wrong keys of the loop or of communication; ``comm_backend`` is not set.
-        """
-        comm, train = parse_odc(params), parse_train(params)
-        policy_of(comm.arm)
-        cap = comm.odc.max_tokens_per_microbatch or params.get("seq_length")
-        if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
-            raise ConfigError([f"seq_length is {cap!r}; it must be a whole number of at least 1, being the most tokens of a microbatch"])
-        cost_model = CostModel.from_config(comm.odc.cost_model) if comm.odc.cost_model != "attention" else _flops(params)
-        return cls(experiment=experiment, params=params, train=train, comm=comm, max_tokens=cap, cost_model=cost_model)
-
-    def planning(self, arm: Arm, device: torch.device) -> dict[str, Any]:
-        """Keyword arguments of :func:`primus_odc.megatron.minibatch.make_minibatch` and its callers."""
-        return {
-            "policy": arm.policy,
-            "cost_model": self.cost_model,
-            "max_tokens": self.max_tokens,
-            "world_size": arm.world_size,
-            "rank": arm.rank,
-            "device": device,
-            "pad_empty_ranks": arm.pad_empty_ranks,
-        }
-
-
-def _flops(params: Mapping[str, Any]) -> CostModel:
-    """``cost_model: attention``: the FLOPs of the model's layers. Its head is left out: only target positions reach it."""
-    described = gpt_config(params, vocab_size=1)
-    config = described.transformer
-    return CostModel.from_model_shape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups or config.num_attention_heads,
-        vocab_size=0,
-        kv_channels=config.kv_channels,
-        gated_mlp=config.gated_linear_unit,
-        recompute=described.recomputed_layers == config.num_layers,
-    )
 
 
 def train(options: RunOptions, device: torch.device, on_step: Callable[[Minibatch, StepOutcome], None] | None = None) -> None:
@@ -106,46 +48,89 @@ def train(options: RunOptions, device: torch.device, on_step: Callable[[Minibatc
         OdcError: anything wrong with configuration, data, checkpoint or a peer.
     """
     params, train = options.params, options.train
-    # The model first: reading the data may take long, and a wrong key of the model should not.
+    # The model first: reading the data may take long, and a model that does not fit should not.
     vocab_size = train.padded_vocab_size(build_tokenizer(params).vocab_size)
     arm = Arm(params, options.comm, vocab_size, init_device_mesh(device.type, (dist.get_world_size(),)), device)
     dataset = _dataset(options, "train")
     stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
     first_step = _resume(train, arm, stream)
+    make = _maker(options, arm, device)
     validation = None
-    if train.eval_interval is not None:
-        held_out = _dataset(options, "validation")
-        validation = evaluation_minibatches(held_out, train.eval_iters, train.global_batch_size, **options.planning(arm, device))
+    if train.evaluates:
+        validation = evaluation_minibatches(_dataset(options, "validation"), train.eval_iters, train.global_batch_size, make)
     if arm.rank == 0:
         _summary(options, arm, dataset)
-    log = _open_log(options, arm, dataset, first_step) if arm.rank == 0 else None
-    factory = MinibatchFactory(dataset, stream, first_step=first_step, **options.planning(arm, device))
-    try:
-        with factory, collecting_between_steps() as collect:
-            for step in range(first_step, train.train_iters):
-                minibatch = factory.get(step)
-                if step == first_step:
-                    _require_agreement(minibatch, dataset)
-                outcome = arm.train_step(minibatch)
-                collect()
-                if log is not None:
-                    log.write(_record(outcome))
-                if arm.rank == 0 and ((step + 1) % train.log_interval == 0 or step + 1 == train.train_iters):
-                    logger.info(_line(outcome, train.train_iters))
-                if on_step is not None:
-                    on_step(minibatch, outcome)
-                if validation is not None and train.eval_interval is not None and (step + 1) % train.eval_interval == 0:
-                    _evaluate(arm, validation, step)
-                leaving = train.exit_interval is not None and (step + 1) % train.exit_interval == 0
-                last = leaving or step + 1 == train.train_iters
-                if train.save is not None and (last or (train.save_interval is not None and (step + 1) % train.save_interval == 0)):
-                    _save(train.save, step + 1, arm, stream)
-                if leaving:
-                    break
-    finally:
-        if log is not None:
-            log.close()
+    with (
+        _open_log(options, arm, dataset, first_step) as log,
+        MinibatchFactory(dataset, stream, make, first_step=first_step) as factory,
+        collecting_between_steps() as collect,
+    ):
+        for step in range(first_step, train.train_iters):
+            minibatch = factory.get(step)
+            if step == first_step:
+                _require_agreement(minibatch, dataset)
+            outcome = arm.train_step(minibatch)
+            collect()
+            if log is not None:
+                log.write(_record(outcome))
+            if arm.rank == 0 and ((step + 1) % train.log_interval == 0 or step + 1 == train.train_iters):
+                logger.info(_line(outcome, train.train_iters))
+            if on_step is not None:
+                on_step(minibatch, outcome)
+            if validation is not None and train.eval_interval is not None and (step + 1) % train.eval_interval == 0:
+                _evaluate(arm, validation, step)
+            leaving = train.exit_interval is not None and (step + 1) % train.exit_interval == 0
+            last = leaving or step + 1 == train.train_iters
+            if train.save is not None and (last or (train.save_interval is not None and (step + 1) % train.save_interval == 0)):
+                _save(train.save, step + 1, arm, stream)
+            if leaving:
+                break
     arm.close()
+
+
+def check_outputs(options: RunOptions) -> None:
+    """Refuse to write over the outputs of an earlier run, and to continue from a checkpoint that is not there.
+
+    Raises:
+        ConfigError: all such problems at once.
+    """
+    problems, train = Problems(), options.train
+    save, load = train.save, train.load
+    continues_itself = save is not None and load is not None and save.resolve() == load.resolve()
+    step = problems.of(lambda: _step_to_load(train))
+    if load is not None and step is not None:
+        problems.of(lambda: read_state(load, step))
+    elif not continues_itself:
+        problems.of(lambda: require_no_log(options.experiment.root))
+    if save is not None and not continues_itself:
+        problems.of(lambda: _require_no_checkpoint(save))
+    problems.raise_any()
+
+
+def _require_no_checkpoint(save: Path) -> None:
+    step = latest_step(save)
+    if step is not None:
+        raise ConfigError([f"save: {save} holds the checkpoint of step {step} of a run; continue it (load: {save}), or save elsewhere"])
+
+
+def _step_to_load(train: TrainConfig) -> int | None:
+    """Of the checkpoint that ``load`` and ``ckpt_step`` mean; None where there is none yet."""
+    if train.load is None:
+        return None
+    return train.ckpt_step if train.ckpt_step is not None else latest_step(train.load)
+
+
+def _maker(options: RunOptions, arm: Arm, device: torch.device) -> Maker:
+    return partial(
+        make_minibatch,
+        policy=arm.policy,
+        cost_model=options.cost_model,
+        max_tokens=options.max_tokens,
+        world_size=arm.world_size,
+        rank=arm.rank,
+        device=device,
+        pad_empty_ranks=arm.pad_empty_ranks,
+    )
 
 
 def _dataset(options: RunOptions, split: Any) -> TokenDataset:
@@ -162,7 +147,7 @@ def _resume(train: TrainConfig, arm: Arm, stream: MinibatchStream) -> int:
     """The first step to train."""
     if train.load is None:
         return 0
-    step = train.ckpt_step if train.ckpt_step is not None else latest_step(train.load)
+    step = _step_to_load(train)
     found: list[int | None] = [None] * arm.world_size
     dist.all_gather_object(found, step)
     if len(set(found)) > 1:
@@ -203,8 +188,28 @@ def _evaluate(arm: Arm, validation: list[Minibatch], step: int) -> None:
         logger.info("validation after step %d | loss %.6f over %d targets | %.1f s", step + 1, loss, targets, time.perf_counter() - started)
 
 
-def _open_log(options: RunOptions, arm: Arm, dataset: TokenDataset, first_step: int) -> StepLogWriter | None:
-    header = LogHeader(
+@contextmanager
+def _open_log(options: RunOptions, arm: Arm, dataset: TokenDataset, first_step: int) -> Iterator[StepLogWriter | None]:
+    """The step log, on rank 0; where it cannot be written, every rank raises."""
+    failure: list[str | None] = [None]
+    log = None
+    if arm.rank == 0:
+        try:
+            log = StepLogWriter(options.experiment.root, _header(options, arm, dataset), first_step, resumed=options.train.load is not None)
+        except DataError as error:
+            failure[0] = str(error)
+        else:
+            if log.dropped:
+                logger.warning("%s: its last %d steps are cut off and trained again", log_path(options.experiment.root), log.dropped)
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise DataError(failure[0])
+    with log or nullcontext():
+        yield log
+
+
+def _header(options: RunOptions, arm: Arm, dataset: TokenDataset) -> LogHeader:
+    return LogHeader(
         arm=arm.name,
         world_size=arm.world_size,
         seed=options.train.seed,
@@ -219,13 +224,6 @@ def _open_log(options: RunOptions, arm: Arm, dataset: TokenDataset, first_step: 
         machine=describe_machine(),
         versions=describe_versions(),
     )
-    run = options.experiment.root
-    try:
-        return StepLogWriter(run, header, first_step)
-    except DataError as error:
-        # A checkpoint may be continued with another number of ranks or in another folder; only its log cannot.
-        logger.warning("no step log: %s", error)
-        return None
 
 
 def _record(outcome: StepOutcome) -> StepRecord:

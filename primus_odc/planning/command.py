@@ -24,7 +24,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cost-model", default="attention", help="linear, attention, or your own fit a,b (default: attention)")
     parser.add_argument(
-        "--fixed-cost", type=float, default=0.0, metavar="C", help="cost of one microbatch in the cost model's unit (default: 0)"
+        "--microbatch-cost", type=float, default=0.0, metavar="TOKENS", help="fixed cost of a microbatch, odc.microbatch_cost (default: 0)"
     )
     parser.add_argument("--minibatches", type=_positive, default=16, metavar="N", help="minibatches to average over (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the distribution and of the order (default: 0)")
@@ -49,7 +49,7 @@ def run_plan(args: argparse.Namespace) -> int:
         world_sizes=args.ranks,
         samples_per_rank=args.samples_per_rank,
         max_tokens=args.max_tokens if args.max_tokens is not None else longest,
-        cost_model=_cost_model(args.cost_model, args.fixed_cost),
+        cost_model=_cost_model(args.cost_model, args.microbatch_cost),
         minibatches=args.minibatches,
         seed=args.seed,
     )
@@ -58,14 +58,14 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cost_model(text: str, fixed: float) -> CostModel:
+def _cost_model(text: str, microbatch_cost: float) -> CostModel:
     if "," not in text:
-        return CostModel.from_config(text, fixed=fixed)
+        return CostModel.from_config(text, microbatch_cost=microbatch_cost)
     try:
         coefficients = [float(word) for word in text.strip("[]").split(",")]
     except ValueError as error:
         raise PlanError(f"--cost-model is {text!r}; use linear, attention or two coefficients a,b") from error
-    return CostModel.from_config(coefficients, fixed=fixed)
+    return CostModel.from_config(coefficients, microbatch_cost=microbatch_cost)
 
 
 def _positive(word: str) -> int:

@@ -3,14 +3,14 @@
 A sample of t tokens costs ``per_token * t + per_token_squared * t**2``: the linear part is every matrix multiplication, the square is
 causal attention, which never crosses sample borders. A microbatch costs the sum of its samples plus ``fixed``, the part that does not
 shrink with the data (launches, per-layer communication calls). The unit is free, because plans and predictions only compare costs, but all
-three terms share it.
+three terms share it; users give the fixed part as a number of tokens, ``microbatch_cost``, whatever the unit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,29 +52,34 @@ class CostModel:
             raise PlanError(f"cost model {self.name!r}: a and b are both 0, so every sample would cost nothing; give at least one of them")
 
     @classmethod
-    def from_config(cls, spec: str | Sequence[float], *, fixed: float = 0.0) -> CostModel:
-        """Make the model that ``odc.cost_model`` names.
+    def from_config(cls, spec: str | Sequence[float], *, microbatch_cost: float = 0.0) -> CostModel:
+        """Make the model that ``odc.cost_model`` and ``odc.microbatch_cost`` describe.
 
         Args:
             spec: ``"linear"`` (cost = tokens), ``"attention"`` (the published 1.5B fit) or ``(a, b)`` of the caller's own fit
-                ``a * s**2 + b * s`` with s = tokens / 32000. Only the ratio of a and b matters unless ``fixed`` is given.
-            fixed: cost of one microbatch in the same unit: tokens for ``"linear"``, the fit's unit otherwise.
+                ``a * s**2 + b * s`` with s = tokens / 32000. Only the ratio of a and b matters.
+            microbatch_cost: what a microbatch costs beside its samples: as much as so many tokens outside attention.
 
         Raises:
-            PlanError: an unknown name, not two coefficients, or one that is negative or not finite.
+            PlanError: an unknown name, not two coefficients, one that is negative or not finite, or a fixed cost where tokens have none.
         """
         if spec == "linear":
-            return cls(name="linear", per_token=1.0, fixed=fixed)
+            return cls(name="linear", per_token=1.0)._with_fixed(microbatch_cost)
         if spec == "attention":
-            return cls._from_fit("attention", *QWEN_1_5B_FIT, fixed=fixed)
+            return cls._from_fit("attention", *QWEN_1_5B_FIT)._with_fixed(microbatch_cost)
         if isinstance(spec, str) or len(spec) != 2:
             raise PlanError(f"cost_model is {spec!r}; use linear, attention or two coefficients [a, b]")
         a, b = (float(value) for value in spec)
-        return cls._from_fit(f"[{a:g}, {b:g}]", a, b, fixed=fixed)
+        return cls._from_fit(f"[{a:g}, {b:g}]", a, b)._with_fixed(microbatch_cost)
 
     @classmethod
-    def _from_fit(cls, name: str, a: float, b: float, *, fixed: float) -> CostModel:
-        return cls(name=name, per_token=b / ATTENTION_TOKENS, per_token_squared=a / ATTENTION_TOKENS**2, fixed=fixed)
+    def _from_fit(cls, name: str, a: float, b: float) -> CostModel:
+        return cls(name=name, per_token=b / ATTENTION_TOKENS, per_token_squared=a / ATTENTION_TOKENS**2)
+
+    def _with_fixed(self, tokens: float) -> CostModel:
+        if tokens and not self.per_token:
+            raise PlanError(f"cost model {self.name!r}: a fixed cost in tokens has no meaning where b, the cost of a token, is 0")
+        return replace(self, fixed=tokens * self.per_token)
 
     @classmethod
     def from_model_shape(
@@ -89,7 +94,7 @@ class CostModel:
         kv_channels: int | None = None,
         gated_mlp: bool = True,
         recompute: bool = False,
-        fixed: float = 0.0,
+        microbatch_cost: float = 0.0,
     ) -> CostModel:
         """Count the FLOPs of one forward and backward of a decoder-only transformer, so that no fit is needed.
 
@@ -100,7 +105,7 @@ class CostModel:
             kv_channels: size of one head; ``None`` means hidden_size / num_attention_heads.
             gated_mlp: SwiGLU-like, three matrices instead of two.
             recompute: full activation recompute, which runs every layer forward once more (not the output head).
-            fixed: FLOPs that would take as long as the fixed part of a microbatch.
+            microbatch_cost: see :meth:`from_config`.
         """
         head_dim = kv_channels if kv_channels is not None else hidden_size // num_attention_heads
         query_size, key_value_size = num_attention_heads * head_dim, num_query_groups * head_dim
@@ -110,8 +115,12 @@ class CostModel:
             name="flops",
             per_token=2.0 * (passes * num_layers * layer_weights + 3 * hidden_size * vocab_size),
             per_token_squared=2.0 * passes * num_layers * query_size,
-            fixed=fixed,
-        )
+        )._with_fixed(microbatch_cost)
+
+    @property
+    def fixed_tokens(self) -> float:
+        """``fixed`` as a number of tokens outside attention."""
+        return self.fixed / self.per_token if self.fixed else 0.0
 
     def sample_costs(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Cost of every sample by itself, without ``fixed``; same shape as ``lengths`` (tokens)."""

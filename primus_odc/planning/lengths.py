@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from primus_odc._config_values import likely
 from primus_odc.errors import PlanError
 
 
@@ -85,7 +86,9 @@ def read_lengths(path: str | Path) -> npt.NDArray[np.int64]:
             values = [int(word) for word in text.split()]
     except OSError as error:
         names = " or ".join(DISTRIBUTIONS)
-        raise PlanError(f"cannot read lengths from {path}: {error.strerror}. Give a file, or {names}, optionally with /64") from error
+        meant = likely(str(path).partition("/")[0], list(DISTRIBUTIONS))
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise PlanError(f"cannot read lengths from {path}: {error.strerror}. Give a file, or {names}, optionally with /64{hint}") from error
     except ValueError as error:
         raise PlanError(f"{path} is not a file of sample lengths: {error}") from error
     if not isinstance(values, list) or not values:

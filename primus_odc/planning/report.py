@@ -71,7 +71,7 @@ def plan_report(lengths: npt.ArrayLike, settings: PlanSettings, *, source: str) 
         },
         "max_tokens_per_microbatch": settings.max_tokens,
         "cost_model": settings.cost_model.name,
-        "fixed_cost_per_microbatch": settings.cost_model.fixed,
+        "microbatch_cost": settings.cost_model.fixed_tokens,
         "points": [_point(tokens, settings, ranks, samples) for ranks in settings.world_sizes for samples in settings.samples_per_rank],
     }
 
@@ -135,7 +135,7 @@ def render(report: dict[str, Any]) -> str:
     lines = [
         f"{report['source']}: {report['samples']} samples, tokens {spread}",
         f"cap {report['max_tokens_per_microbatch']} tokens per microbatch; cost model {report['cost_model']}, "
-        f"fixed cost {report['fixed_cost_per_microbatch']:g} per microbatch",
+        f"a microbatch costs {report['microbatch_cost']:g} tokens beside its samples",
         "Predicted from computing and waiting alone: communication itself is not in these numbers.",
     ]
     for point in report["points"]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
+from primus_odc._config_values import nearest
 from primus_odc.errors import ConfigError
 from primus_odc.report.agreement import disagreements
 from primus_odc.report.html import write_page
@@ -78,6 +80,7 @@ def write_report(result: ComparisonResult, output: Path) -> None:
 def option_problems(args: argparse.Namespace, arms: Sequence[str]) -> list[str]:
     """One sentence for each option that cannot be followed."""
     problems = []
+    unknown = [arm for arm in arms if arm not in ARMS]
     if args.from_logs is not None:
         given: dict[str, object] = {
             "a config": args.config,
@@ -91,9 +94,14 @@ def option_problems(args: argparse.Namespace, arms: Sequence[str]) -> list[str]:
         ]
     elif args.config is None:
         problems.append("compare needs an experiment YAML to run the arms of, or --from-logs A B")
-    problems += [f"--arms: {arm!r} is not one of {', '.join(ARMS)}" for arm in arms if arm not in ARMS]
+    problems += [f"--arms: {arm!r} is not known, did you mean {nearest(arm, ARMS)!r}? allowed: {', '.join(ARMS)}" for arm in unknown]
     if len(set(arms)) != len(arms):
         problems.append(f"--arms: each arm once, got {', '.join(arms)}")
+    if args.output is not None:
+        # The first folder that there is, from the named one upwards, decides whether the rest can be made.
+        folder = next(path for path in (args.output, *args.output.absolute().parents) if path.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            problems.append(f"--output: {args.output} cannot be made, {folder} is no folder that can be written to")
     problems += [
         f"{name}: must be at least 1, got {value}"
         for name, value in (("--steps", args.steps), ("--nproc", args.nproc))

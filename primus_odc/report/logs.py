@@ -2,7 +2,8 @@
 
 First line: a :class:`LogHeader`, saying what was trained. Every further line: a :class:`StepRecord`, one per optimizer step in order.
 Each line is a JSON object written and flushed at once, so a killed run leaves at most one torn last line, which the reader leaves out and
-reports. A resumed run continues its own log: steps from the resumed one on are cut off first, because the run repeats them.
+reports. A resumed run continues its own log: steps from the resumed one on are cut off first, because the run repeats them. In another
+folder it begins a log with the step that it goes on at.
 
 Two runs are comparable when they trained on the same minibatches: same data, seed, global batch size and number of ranks, the same steps,
 and at every common step the same number of tokens. Anything else is refused, every difference by name. Other differences (a learning
@@ -11,13 +12,14 @@ rate, a machine) are allowed and noted.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 from primus_odc.errors import DataError
 from primus_odc.report import schema
@@ -27,6 +29,7 @@ from primus_odc.report.result import FORMAT, ArmResult, ComparisonResult
 FILE_NAME = "steps.jsonl"
 WARMUP_STEPS = 2
 MAX_NAMED = 6
+_OTHER_FOLDER = "choose another folder with PRIMUS_EXP_NAME or --exp_name"
 
 T = TypeVar("T")
 
@@ -51,6 +54,8 @@ class LogHeader:
     """See :func:`primus_odc.report.machine.describe_machine`."""
     versions: dict[str, str] = field(default_factory=dict)
     """See :func:`primus_odc.report.machine.describe_versions`."""
+    first_step: int = 0
+    """Step of the first record; above 0 where the run goes on from a checkpoint that another folder's run wrote."""
     format: int = FORMAT
     """Version of this schema."""
 
@@ -90,30 +95,60 @@ class StepLog:
 
 
 class StepLogWriter:
-    """Writes a run's log; use it on rank 0 only, as a context manager or with :meth:`close`."""
+    """Writes a run's log; use it on rank 0 only, as a context manager or with :meth:`close`.
 
-    def __init__(self, run: Path, header: LogHeader, first_step: int = 0) -> None:
-        """Starts ``run/steps.jsonl``, or with ``first_step`` > 0 continues it behind step ``first_step - 1``.
+    Attributes:
+        dropped: steps of a continued log that are cut off because the run repeats them.
+    """
+
+    def __init__(self, run: Path, header: LogHeader, first_step: int = 0, *, resumed: bool = False) -> None:
+        """Starts ``run/steps.jsonl``; a run that was ``resumed`` continues it behind step ``first_step - 1``, or starts it there.
+
+        The log is locked as long as it is open, so that two runs cannot write one.
 
         Raises:
-            DataError: the log to be continued is missing, lacks steps, or belongs to a run that is not comparable.
+            DataError: there is a log and the run is not ``resumed``, the log lacks steps or belongs to a run that is not comparable,
+                another process is writing it, or the folder cannot be written.
         """
+        assert resumed or first_step == 0
+        self.dropped = 0
         self._path = log_path(run)
-        kept: list[StepRecord] = []
-        if first_step > 0:
-            old = read_step_log(run)
-            problems = _header_problems(old.header, header, "the log", "this run")
-            kept = [record for record in old.steps if record.step < first_step]
-            if not problems and len(kept) != first_step:
-                problems.append(f"the log has {len(kept)} steps before step {first_step}")
-            if problems:
-                raise DataError(f"{self._path}: cannot be continued: {'; '.join(problems)}; choose another run folder")
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text(_line(header) + "".join(_line(record) for record in kept), encoding="utf-8")
-        os.replace(partial, self._path)
-        self._file = self._path.open("a", encoding="utf-8")
         self._next_step = first_step
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Held until the new log, locked itself, is in its place.
+            with self._path.open("ab") as present:
+                _lock(present, self._path)
+                # What another run put in place since the file was opened is not what is locked now.
+                if not os.path.samestat(os.fstat(present.fileno()), self._path.stat()):
+                    raise DataError(_running(self._path))
+                earlier = _holds_steps(self._path)
+                if earlier and not resumed:
+                    raise DataError(_taken(self._path))
+                header, kept = self._continue(header, first_step) if earlier else (replace(header, first_step=first_step), [])
+                partial = self._path.with_name(self._path.name + ".partial")
+                self._file = partial.open("w", encoding="utf-8")
+                _lock(self._file, self._path)
+                self._file.write(_line(header) + "".join(_line(record) for record in kept))
+                self._file.flush()
+                os.replace(partial, self._path)
+        except OSError as error:
+            raise DataError(f"{self._path} cannot be written: {error.strerror}; choose another workspace or exp_name") from error
+
+    def _continue(self, header: LogHeader, first_step: int) -> tuple[LogHeader, list[StepRecord]]:
+        """(header, steps kept) of the log that is there."""
+        old = read_step_log(self._path)
+        start = old.header.first_step
+        if not old.steps:
+            return replace(header, first_step=first_step), []
+        problems = _header_problems(old.header, header, "the log", "this run")
+        kept = [record for record in old.steps if record.step < first_step]
+        if not problems and start + len(kept) != first_step:
+            problems.append(f"the log has steps {start} to {start + len(old.steps) - 1}, and this run goes on at step {first_step}")
+        if problems:
+            raise DataError(f"{self._path}: cannot be continued: {'; '.join(problems)}; {_OTHER_FOLDER}")
+        self.dropped = len(old.steps) - len(kept)
+        return replace(header, first_step=start), kept
 
     def write(self, record: StepRecord) -> None:
         """Appends one step and flushes it."""
@@ -130,6 +165,45 @@ class StepLogWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def require_no_log(run: Path) -> None:
+    """Whether a run can start in the folder; the log of one that ended before its first step is no obstacle.
+
+    Raises:
+        DataError: the folder holds a run's log.
+    """
+    path = log_path(run)
+    if path.exists():
+        if _holds_steps(path):
+            raise DataError(_taken(path))
+        # Shared, because all ranks of a run ask at the same time.
+        with path.open("rb") as file:
+            _lock(file, path, fcntl.LOCK_SH)
+
+
+def _holds_steps(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.readline()
+        return file.read(1) != b""
+
+
+def _taken(path: Path) -> str:
+    return f"{path} is the log of another run, finished or running; {_OTHER_FOLDER}, continue it (load), or move it away"
+
+
+def _running(path: Path) -> str:
+    return f"{path} is being written by a run that is still going on; {_OTHER_FOLDER}, or wait for its end"
+
+
+def _lock(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> None:
+    """Holds a lock on an open file until it is closed."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DataError(_running(path)) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be locked: {error.strerror}; put the workspace on a file system that knows locks") from error
 
 
 def log_path(run: Path) -> Path:
@@ -160,8 +234,8 @@ def read_step_log(run: Path) -> StepLog:
         raise DataError(f"{path}:1: format {header.format}, this release reads format {FORMAT}")
     steps = [_parse(line, StepRecord, f"{path}:{number}") for number, line in enumerate(lines[1:], start=2)]
     for index, record in enumerate(steps):
-        if record.step != index:
-            raise DataError(f"{path}:{index + 2}: step {record.step}, expected step {index}")
+        if record.step != header.first_step + index:
+            raise DataError(f"{path}:{index + 2}: step {record.step}, expected step {header.first_step + index}")
         for name, values in (("microbatches", record.microbatches), ("waited_s", record.waited_s)):
             if len(values) != header.world_size:
                 raise DataError(f"{path}:{index + 2}: {name} has {len(values)} ranks, the header says {header.world_size}")
@@ -176,17 +250,19 @@ def compare_logs(run_a: Path, run_b: Path, command: str = "") -> ComparisonResul
     """
     log_a, log_b = read_step_log(run_a), read_step_log(run_b)
     problems = _header_problems(log_a.header, log_b.header, "A", "B")
-    common = min(len(log_a.steps), len(log_b.steps))
-    if common <= WARMUP_STEPS:
+    start = max(log.header.first_step for log in (log_a, log_b))
+    stop = min(log.header.first_step + len(log.steps) for log in (log_a, log_b))
+    steps_a, steps_b = ([record for record in log.steps if start <= record.step < stop] for log in (log_a, log_b))
+    if (common := len(steps_a)) <= WARMUP_STEPS:
         problems.append(f"only {common} common steps; the first {WARMUP_STEPS} are warm-up, so at least {WARMUP_STEPS + 1} are needed")
     if not problems:
-        for a, b in zip(log_a.steps, log_b.steps, strict=False):
+        for a, b in zip(steps_a, steps_b, strict=True):
             if (a.tokens, a.skipped) != (b.tokens, b.skipped):
                 problems.append(f"step {a.step}: {_tokens(a)} in A, {_tokens(b)} in B, so they saw different minibatches from there on")
                 break
     if problems:
         raise DataError("the two runs cannot be compared:\n" + "\n".join(f"  - {problem}" for problem in problems))
-    arms = [_arm(log, common) for log in (log_a, log_b)]
+    arms = [_arm(log_a.header.arm, steps_a), _arm(log_b.header.arm, steps_b)]
     if arms[0].arm == arms[1].arm:
         arms = [replace(arm, arm=f"{arm.arm} ({letter})") for arm, letter in zip(arms, "AB", strict=True)]
     header = log_a.header
@@ -199,14 +275,13 @@ def compare_logs(run_a: Path, run_b: Path, command: str = "") -> ComparisonResul
         versions=header.versions,
         command=command,
         date=utc_now(),
-        notes=_notes(log_a, log_b, common),
+        notes=_notes(log_a, log_b, start, stop),
     )
 
 
-def _arm(log: StepLog, count: int) -> ArmResult:
-    steps = log.steps[:count]
+def _arm(name: str, steps: Sequence[StepRecord]) -> ArmResult:
     return ArmResult.measure(
-        arm=log.header.arm,
+        arm=name,
         ms_per_step=[record.ms for record in steps],
         loss=[record.loss for record in steps],
         grad_norm=[record.grad_norm for record in steps],
@@ -214,7 +289,7 @@ def _arm(log: StepLog, count: int) -> ArmResult:
         microbatches=[record.microbatches for record in steps],
         busy_ms=[[record.ms - 1e3 * waited for waited in record.waited_s] for record in steps],
         warmup_steps=WARMUP_STEPS,
-        skipped_steps=[record.step for record in steps if record.skipped],
+        skipped_steps=[number for number, record in enumerate(steps) if record.skipped],
     )
 
 
@@ -239,7 +314,7 @@ def _show(value: object, absent: object) -> str:
     return "not set" if value is absent else json.dumps(value)
 
 
-def _notes(a: StepLog, b: StepLog, common: int) -> list[str]:
+def _notes(a: StepLog, b: StepLog, start: int, stop: int) -> list[str]:
     notes = [
         "Made from the logs of two finished runs: they did not run in alternation, so the machine may have been busier in one of them."
     ]
@@ -254,8 +329,10 @@ def _notes(a: StepLog, b: StepLog, common: int) -> list[str]:
         if different:
             more = f"; and {len(different) - MAX_NAMED} more" if len(different) > MAX_NAMED else ""
             notes.append(f"{title} differs: {'; '.join(different[:MAX_NAMED])}{more}.")
-    if len(a.steps) != len(b.steps):
-        notes.append(f"A has {len(a.steps)} steps and B {len(b.steps)}; the first {common} are compared.")
+    if start > 0:
+        notes.append(f"Compared are steps {start} to {stop - 1}, numbered from 0 here: a run that goes on from a checkpoint begins later.")
+    elif len(a.steps) != len(b.steps):
+        notes.append(f"A has {len(a.steps)} steps and B {len(b.steps)}; the first {stop} are compared.")
     notes += [f"The last line of {name} was cut off in writing and is left out." for name, log in (("A", a), ("B", b)) if log.torn]
     return notes
 

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+LAST = 5
+"""Steps over which the end of a loss curve is averaged."""
+
 
 def median(values: Sequence[float]) -> float:
     """The median; the mean of the two middle values where their number is even."""
@@ -42,7 +45,7 @@ def relative_differences(values: Sequence[float | None], reference: Sequence[flo
     return differences
 
 
-def last_mean(values: Sequence[float | None], count: int = 5) -> float | None:
-    """Mean of the last ``count`` values that exist; None where none does."""
+def last_mean(values: Sequence[float | None], count: int = LAST) -> float | None:
+    """Mean of the last ``count`` values that exist, or of all where there are fewer; None where none does."""
     present = [value for value in values if value is not None][-count:]
     return sum(present) / len(present) if present else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from primus_odc.report.result import ArmResult, ComparisonResult
-from primus_odc.report.stats import last_mean
+from primus_odc.report.stats import LAST, last_mean
 
 NOISE = 0.01
 """A median ratio within one per cent of 1 is called equal."""
@@ -108,9 +108,11 @@ def sentences(result: ComparisonResult) -> list[str]:
         said.append(agreement_sentence(result))
     said.append(loss_sentence(result[result.baseline]))
     skipped = result.arms[0].skipped_steps
-    left_out = f"the first {result.warmup_steps} steps" + (f" and {len(skipped)} skipped ones" if skipped else "")
+    left_out = ["the first step" if result.warmup_steps == 1 else f"the first {result.warmup_steps} steps"] if result.warmup_steps else []
+    left_out += [f"{_steps(len(skipped))} without a target"] if skipped else []
     said.append(
-        f"Measured over {len(result.steps)} steps; {left_out} are left out. Times are medians [quartiles], ratios are taken step by step."
+        f"Measured over {_steps(len(result.steps))}{'; left out: ' if left_out else ''}{' and '.join(left_out)}. Times are medians "
+        "[quartiles], ratios are taken step by step."
     )
     return said
 
@@ -135,7 +137,14 @@ def loss_sentence(arm: ArmResult) -> str:
     end = last_mean(arm.loss)
     if not present or end is None:
         return f"{arm.arm} has no loss: every minibatch was skipped."
-    return f"Loss of {arm.arm}: {present[0]:.4f} at the first step, {end:.4f} over the last five ({end / present[0]:.2f} of it)."
+    if len(present) == 1:
+        return f"Loss of {arm.arm}: {present[0]:.4f} at its only step."
+    over = f"the last {LAST} steps" if len(present) > LAST else f"all {len(present)} steps"
+    return f"Loss of {arm.arm}: {present[0]:.4f} at the first step, {end:.4f} over {over} ({end / present[0]:.2f} of it)."
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def _signed(ms: float) -> str:

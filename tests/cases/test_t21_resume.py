@@ -47,4 +47,7 @@ def test_resumed_runs_see_the_same_samples_and_losses(tmp_path: Path) -> None:
     assert [(s.step, s.loss, s.tokens) for s in logs[0]] == [(s.step, s.loss, s.tokens) for s in logs[1]]
 
     assert_same(straight[3:], run_workers(continued, 1, tmp_path, "odc_nopad")[0])
+    # In another folder the log begins where the run goes on.
+    log = read_step_log(tmp_path / "odc_nopad-1")
+    assert log.header.first_step == 3 and [s.step for s in log.steps] == list(range(3, 9))
     assert_same(straight[3:], run_workers(continued, 3, tmp_path, "nccl_pad")[0])

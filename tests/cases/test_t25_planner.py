@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -135,7 +136,7 @@ print("\\n".join(digests()))
 def digests() -> list[str]:
     """One digest for each policy, cost model and a few of the cases."""
     return [
-        plan_minibatch(policy, *lengths_of(case), CAP, CostModel.from_config(cost_model, fixed=fixed)).digest()
+        plan_minibatch(policy, *lengths_of(case), CAP, replace(CostModel.from_config(cost_model), fixed=fixed)).digest()
         for case in ("zipf", "duplicates", "fewer samples than ranks", "equal")
         for policy in POLICIES
         for cost_model, fixed in (("linear", 0.0), ("linear", 3000.0), ("attention", 0.1))

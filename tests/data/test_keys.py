@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from primus_odc.data.keys import nearest, parse_data
+from primus_odc._config_values import likely
+from primus_odc.data.keys import parse_data
 from primus_odc.errors import ConfigError
 
 LEAST = {"sft_dataset_name": "stdlib", "tokenizer_type": "byte"}
@@ -70,5 +71,5 @@ def test_keys_that_primus_adds_are_accepted() -> None:
     parse_data({**LEAST, "sft_bridge_compat_inline_bos": False, "sft_sanitize_nan_grads": False, "seq_length": 4096})
 
 
-def test_nearest() -> None:
-    assert nearest("STDLB", ["stdlib"]) == "stdlib" and nearest("wikipedia", ["stdlib"]) is None
+def test_likely_names() -> None:
+    assert likely("STDLB", ["stdlib"]) == "stdlib" and likely("wikipedia", ["stdlib"]) is None

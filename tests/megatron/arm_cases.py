@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from primus_odc.config import parse_odc
 from primus_odc.data.samples import Sample
-from primus_odc.megatron.arm import Arm, Minibatch, make_minibatch
+from primus_odc.megatron.arm import Arm
+from primus_odc.megatron.minibatch import Minibatch, make_minibatch
 from primus_odc.planning import CostModel
 from tests.megatron.gpt_cases import CPU, QWEN2, VOCAB
 from tests.reference_gpt import reference_loss_and_gradients

@@ -146,14 +146,22 @@ def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
-    code, _, err = finish(compare(tmp_path, "--sft_dataset_name", str(tmp_path / "absent.jsonl")))
+    (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
+    code, _, err = finish(compare(tmp_path, "--sft_dataset_name", str(tmp_path / "bad.jsonl")))
     assert code == 2
-    assert "absent.jsonl" in err and "no such path" in err and "Traceback" not in err
+    assert "ranks 0, 1 failed with exit status 2" in err and err.count("sample 'bad.jsonl:1'") == 1 and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
-    [(["--train_itres", "3"], "train_iters"), (["--distributed_backend", "nccl"], "gloo"), (["odc.timeout=3"], "timeout_s")],
+    [
+        (["--train_itres", "3"], "train_iters"),
+        (["--distributed_backend", "nccl"], "gloo"),
+        (["odc.timeout=3"], "timeout_s"),
+        (["--sft_dataset_name", "absent.jsonl"], "no such path"),
+        # The model's keys are told along.
+        (["--lr", "-1", "--num_layers", "0", "--train_itres", "3"], "(?s)3 problems.*train_itres .*num_layers: .*lr is"),
+    ],
 )
 def test_wrong_keys_are_refused_before_any_process(overrides: Sequence[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):

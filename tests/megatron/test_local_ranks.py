@@ -45,6 +45,15 @@ def run(folder: Path, *words: str, silence_s: float = 30.0) -> list[str]:
     return lines
 
 
+def test_ranks_that_say_the_same_are_told_together(tmp_path: Path) -> None:
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(4)]
+    for log, text in zip(logs, ["wrong key\n", "fine\n", "wrong key\n", "other\n"], strict=True):
+        log.write_text(text)
+    assert local_ranks._failure([2, 0, 2, 2], logs, None) == (
+        "ranks 0, 2 failed with exit status 2:\n  wrong key\nrank 3 failed with exit status 2:\n  other"
+    )
+
+
 def test_progress_is_rank_0s_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert run(tmp_path) == ["rank 0 speaks"]

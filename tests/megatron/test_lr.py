@@ -79,9 +79,13 @@ def test_a_resumed_schedule_goes_on_where_it_stopped() -> None:
         ({"min_lr": 2.0}, "must be at most lr"),
         ({"lr_decay_style": "cosin"}, "lr_decay_style: 'cosin' is not one of linear, cosine"),
         ({"lr_warmup_iters": 20}, "must be shorter than lr_decay_iters"),
-        ({"train_iters": None}, "train_iters must be at least 1"),
+        ({"train_iters": None}, "train_iters is missing; it must be a number of at least 1"),
+        ({"lr_warmup_iters": "few"}, "lr_warmup_iters is the text 'few'"),
+        ({"lr_decay_iters": "many"}, "lr_decay_iters is the text 'many'"),
+        ({"weight_decay": True}, "weight_decay is true"),
+        ({"lr": math.inf}, "lr is the number inf"),
         ({"lr_decay_style": "WSD"}, "needs lr_wsd_decay_iters"),
-        ({"weight_decay_incr_style": "linear"}, "weight_decay (start) is missing"),
+        ({"weight_decay_incr_style": "linear"}, "start_weight_decay is missing"),
         ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "exclude each other"),
     ],
 )
@@ -89,3 +93,20 @@ def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_scheduler(optimizer(), {**BASE, **changes})
     assert any(words in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    wrong = {"train_iters": "x", "lr": -1, "min_lr": None, "weight_decay": "y", "lr_decay_style": "cosin", "lr_warmup_init": []}
+    with pytest.raises(ConfigError) as caught:
+        build_scheduler(optimizer(), {**BASE, **wrong})
+    assert [problem.split()[0].rstrip(":") for problem in caught.value.problems] == [
+        "train_iters",
+        "lr",
+        "min_lr",
+        "lr_warmup_init",
+        "weight_decay",
+        "lr_decay_style",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        build_scheduler(optimizer(), {**BASE, "weight_decay": "y", "min_lr": 2.0, "lr_warmup_iters": 20})
+    assert len(caught.value.problems) == 3

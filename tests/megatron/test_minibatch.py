@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from primus_odc.data import MinibatchStream, TokenDataset, build_dataset
+from primus_odc.data.samples import Sample
 from primus_odc.errors import PlanError, ProtocolError
-from primus_odc.megatron.minibatch import Minibatch, MinibatchFactory, evaluation_minibatches, make_minibatch
+from primus_odc.megatron.minibatch import Maker, Minibatch, MinibatchFactory, evaluation_minibatches, make_minibatch
 from tests.megatron.arm_cases import LINEAR, masked
 from tests.megatron.gpt_cases import CPU, make_samples
 from tests.megatron.run_cases import write_dialogues
@@ -15,9 +18,13 @@ from tests.megatron.run_cases import write_dialogues
 SAMPLES = make_samples((50, 40, 30, 20, 10), seed=5)
 
 
-def make(rank: int = 0, **changed: Any) -> Minibatch:
-    arguments: dict[str, Any] = {"policy": "lb_mini", "cost_model": LINEAR, "max_tokens": 64, "world_size": 2, "device": CPU, **changed}
-    return make_minibatch(3, changed.pop("samples", SAMPLES), rank=rank, **{k: v for k, v in arguments.items() if k != "samples"})
+def maker(rank: int = 0, **changed: Any) -> Maker:
+    arguments = {"policy": "lb_mini", "cost_model": LINEAR, "max_tokens": 64, "world_size": 2, "device": CPU, **changed}
+    return partial(make_minibatch, rank=rank, **arguments)
+
+
+def make(rank: int = 0, samples: Sequence[Sample] = SAMPLES, **changed: Any) -> Minibatch:
+    return maker(rank, **changed)(3, samples)
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +32,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     folder = tmp_path_factory.mktemp("data")
     params = {"sft_dataset_name": str(write_dialogues(folder / "dialogues.jsonl")), "tokenizer_type": "byte"}
     return build_dataset(params, workspace=folder, max_tokens=128, over_length="error")
-
-
-def factory(dataset: TokenDataset, stream: MinibatchStream, rank: int = 0, **changed: Any) -> MinibatchFactory:
-    arguments: dict[str, Any] = {"policy": "lb_micro", "cost_model": LINEAR, "max_tokens": 128, "world_size": 2, "device": CPU, **changed}
-    return MinibatchFactory(dataset, stream, rank=rank, **arguments)
 
 
 @pytest.mark.parametrize("policy", ["lb_mini", "lb_micro", "localsort", "round_robin"])
@@ -67,7 +69,7 @@ def test_digest_tells_what_differs() -> None:
 def test_stream_stands_where_training_is_and_not_where_planning_is(dataset: TokenDataset) -> None:
     stream = MinibatchStream(len(dataset), 5, 1, dataset.fingerprint)
     ids: list[tuple[str, ...]] = []
-    with factory(dataset, stream, depth=3) as ahead:
+    with MinibatchFactory(dataset, stream, maker(max_tokens=128), depth=3) as ahead:
         for step in range(6):
             ids.append(ahead.get(step).sample_ids)
             assert stream.consumed_samples == 5 * (step + 1)
@@ -76,21 +78,20 @@ def test_stream_stands_where_training_is_and_not_where_planning_is(dataset: Toke
     again = MinibatchStream(len(dataset), 5, 1, dataset.fingerprint)
     assert ids == [tuple(dataset.ids[i] for i in again.next()) for _ in range(6)]
     again.fast_forward(15)
-    with factory(dataset, again, rank=1, first_step=3) as resumed:
+    with MinibatchFactory(dataset, again, maker(1, max_tokens=128), first_step=3) as resumed:
         assert [resumed.get(step).sample_ids for step in (3, 4)] == ids[3:5]
 
 
 def test_planning_errors_reach_the_step(dataset: TokenDataset) -> None:
     stream = MinibatchStream(len(dataset), 5, 1)
-    with factory(dataset, stream, max_tokens=8) as ahead, pytest.raises(PlanError, match="longer than the cap of 8"):
+    with MinibatchFactory(dataset, stream, maker(max_tokens=8)) as ahead, pytest.raises(PlanError, match="longer than the cap of 8"):
         ahead.get(0)
     assert stream.consumed_samples == 0
 
 
 def test_evaluation_takes_the_first_samples_once(dataset: TokenDataset) -> None:
-    arguments: dict[str, Any] = {"policy": "lb_mini", "cost_model": LINEAR, "max_tokens": 128, "world_size": 2, "rank": 0, "device": CPU}
-    minibatches = evaluation_minibatches(dataset, 2, 4, **arguments)
+    minibatches = evaluation_minibatches(dataset, 2, 4, maker(max_tokens=128))
     assert [m.sample_ids for m in minibatches] == [dataset.ids[:4], dataset.ids[4:8]]
-    everything = evaluation_minibatches(dataset, 100, 4, **arguments)
+    everything = evaluation_minibatches(dataset, 100, 4, maker(max_tokens=128))
     assert sum(m.target_tokens for m in everything) == np.sum(dataset.target_counts)
     assert sum(len(m.sample_ids) for m in everything) == len(dataset)

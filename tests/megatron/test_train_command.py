@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from primus_odc.errors import ConfigError
+from primus_odc.megatron.command import QUIET_S, add_train_arguments, run_train
 from primus_odc.report.logs import read_step_log
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
@@ -20,9 +24,23 @@ def environment(workspace: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PRIMUS_WORKSPACE": str(workspace), "PYTHONWARNINGS": "ignore"}
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+
+
+def train(workspace: Path, *words: str, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """``primus-odc train`` with the smoke configuration."""
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "primus_odc", "train", str(SMOKE), *words],
+        env=environment(workspace),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_smoke_under_torchrun(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
     words = (
         "--comm_backend",
         "odc_nopad",
@@ -34,14 +52,7 @@ def test_smoke_under_torchrun(tmp_path: Path) -> None:
         str(tmp_path / "ckpt"),
         "odc.timeout_s=40",
     )
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "primus_odc", "train", str(SMOKE), *words],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = train(tmp_path, *words, launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
     for part in ("arm odc_nopad on 2 ranks", "3 FSDP2 units", "step 3/3 | loss", "validation after step 3", "saved"):
         assert done.stdout.count(part) == 1, (part, done.stdout)
@@ -92,4 +103,60 @@ def test_a_failing_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
             process.kill()
     assert [process.returncode for process in ranks] == [2, 1], errors
     assert "broken on purpose" in errors[1] and "Traceback" in errors[1]
-    assert "PeerError" in errors[0] and "rank 1" in errors[0], errors[0]
+    assert errors[0].count("primus-odc: error: on rank 0: ") == 1 and "Traceback" not in errors[0], errors[0]
+    assert "rank 1" in errors[0].partition("error: on rank 0: ")[2], errors[0]
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_what_all_ranks_find_is_told_once(tmp_path: Path) -> None:
+    words = ("--comm_backend", "odc_nopd", "--hidden_size", "nan", "--lr", "0", "--sft_dataset_name", "absent.jsonl", "--trani_iters", "3")
+    done = train(tmp_path, *words, launcher=TORCHRUN)
+    assert done.returncode != 0
+    assert done.stderr.count("primus-odc: error: ") == 1, done.stderr
+    for key in ("comm_backend: ", "hidden_size: ", "min_lr ", "sft_dataset_name ", "trani_iters "):
+        assert done.stderr.count(f"  - {key}") == 1, (key, done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_unusable_data_are_told_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
+    words = ("--comm_backend", "odc_nopad", "--sft_dataset_name", str(tmp_path / "bad.jsonl"), "--eval_iters", "0")
+    done = train(tmp_path, *words)
+    assert done.returncode == 2
+    assert "primus-odc: error: sample 'bad.jsonl:1'" in done.stderr and "Traceback" not in done.stderr
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_train_arguments(parser)
+    args, overrides = parser.parse_known_args(words)
+    args.overrides = overrides
+    return args
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1", None])
+def test_all_but_the_first_of_a_host_wait_for_their_end(local_rank: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("primus_odc.megatron.command.time.sleep", waits.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(ConfigError, match="cannot read"):
+        run_train(arguments(str(tmp_path / "absent.yaml")))
+    assert waits == ([QUIET_S] if local_rank == "1" else [])
+
+
+def test_check_trains_nothing_and_refuses_what_training_would(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PRIMUS_WORKSPACE", str(tmp_path))
+    words = ("--check", str(SMOKE), "--comm_backend", "odc_pad")
+    assert run_train(arguments(*words)) == 0
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="needs a GPU for each of 1 processes"):
+        run_train(arguments(*words, "--distributed_backend", "nccl"))
+    run = tmp_path / "primus_odc" / "local" / "smoke"
+    run.mkdir(parents=True)
+    (run / "steps.jsonl").write_text("header\nstep\n")
+    with pytest.raises(ConfigError, match=r"steps\.jsonl is the log of another run"):
+        run_train(arguments(*words))
+    assert run_train(arguments(*words, "--exp_name", "second")) == 0

@@ -67,7 +67,7 @@ def test_every_combination_of_a_named_distribution(capsys: pytest.CaptureFixture
 
 def test_balanced_lengths_are_called_balanced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "equal.txt").write_text("64 " * 16)
-    run(str(tmp_path / "equal.txt"), "--ranks", "4", "--samples-per-rank", "4", "--max-tokens", "128", "--fixed-cost", "0.1")
+    run(str(tmp_path / "equal.txt"), "--ranks", "4", "--samples-per-rank", "4", "--max-tokens", "128", "--microbatch-cost", "8")
     assert "collectives would do as well" in capsys.readouterr().out
 
 

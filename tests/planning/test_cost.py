@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +13,7 @@ from primus_odc.planning.cost import QWEN_1_5B_FIT, QWEN_7B_FIT, CostModel
 
 
 def test_linear_counts_tokens() -> None:
-    model = CostModel.from_config("linear", fixed=100)
+    model = CostModel.from_config("linear", microbatch_cost=100)
     assert model.sample_costs([1, 5, 32000]).tolist() == [1, 5, 32000]
     assert model.microbatch_cost([3, 4]) == 107
     assert model.microbatch_cost([]) == 101, "an empty bucket is one padding token"
@@ -32,7 +35,7 @@ def test_published_coefficients() -> None:
 
 
 def test_attention_does_not_cross_samples() -> None:
-    model = CostModel.from_config("attention", fixed=0.25)
+    model = replace(CostModel.from_config("attention"), fixed=0.25)
     assert model.microbatch_cost([16000, 16000]) == pytest.approx(0.25 + 2 * (1.982122 / 4 + 2.611821 / 2))
 
 
@@ -57,20 +60,33 @@ def test_model_shape_counts_flops() -> None:
         assert model.microbatch_cost([length]) == naive_flops(length, 3, 64, 160, 8, 2, 500)
 
 
+def small_model(**changed: Any) -> CostModel:
+    shape: dict[str, Any] = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "vocab_size": 0}
+    return CostModel.from_model_shape(num_layers=2, **shape, **changed)
+
+
 def test_recompute_adds_a_forward_of_the_layers() -> None:
-    once, again = (
-        CostModel.from_model_shape(
-            num_layers=2,
-            hidden_size=32,
-            ffn_hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=4,
-            vocab_size=0,
-            recompute=recompute,
-        )
-        for recompute in (False, True)
-    )
+    once, again = (small_model(recompute=recompute) for recompute in (False, True))
     assert again.microbatch_cost([50]) / once.microbatch_cost([50]) == pytest.approx(4 / 3)
+
+
+def test_fixed_cost_is_that_of_so_many_tokens_outside_attention() -> None:
+    pairs = [
+        (CostModel.from_config("linear", microbatch_cost=500), 500),
+        (CostModel.from_config((7.0, 2.0), microbatch_cost=16000), 2.0 * 0.5),
+        (CostModel.from_config("attention", microbatch_cost=16000), 2.611821 * 0.5),
+        # 500 tokens through two layers of 32 * (2 * 32 + 2 * 32 + 3 * 64) weights: 2 FLOPs each, forward and twice that backward
+        (small_model(microbatch_cost=500), 500 * 2 * 32 * 320 * 2 * 3),
+    ]
+    for model, expected in pairs:
+        assert model.fixed == pytest.approx(expected, rel=1e-12)
+        assert model.fixed_tokens in (500, pytest.approx(16000))
+        assert model.microbatch_cost([40, 3]) == pytest.approx(expected + model.sample_costs([40, 3]).sum(), rel=1e-12)
+
+
+def test_fixed_cost_in_tokens_that_cost_nothing() -> None:
+    with pytest.raises(PlanError, match="b, the cost of a token, is 0"):
+        CostModel.from_config((1.0, 0.0), microbatch_cost=5)
 
 
 @pytest.mark.parametrize("spec", ["lineer", (1.0,), (1.0, 2.0, 3.0), (-1.0, 2.0), (float("nan"), 1.0), (0.0, 0.0)])
@@ -78,4 +94,4 @@ def test_wrong_models_are_refused(spec: str | list[float]) -> None:
     with pytest.raises(PlanError):
         CostModel.from_config(spec)
     with pytest.raises(PlanError, match="fixed"):
-        CostModel.from_config("linear", fixed=-1)
+        CostModel.from_config("linear", microbatch_cost=-1)

@@ -77,4 +77,14 @@ def test_bad_files(tmp_path: Path, suffix: str, text: str, message: str) -> None
 
 def test_missing_file_names_the_distributions(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="longalign-like or swesmith-like"):
-        read_lengths(tmp_path / "longalign_like")
+        read_lengths(tmp_path / "absent.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("longalign_like", "longalign-like"), ("swe-smith/64", "swesmith-like"), ("lengths.txt", None)]
+)
+def test_misspelt_distributions(name: str, meant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanError) as caught:
+        read_lengths(name)
+    assert str(caught.value).endswith(f"; did you mean {meant}?" if meant else "optionally with /64")

@@ -14,7 +14,7 @@ PLAN = MinibatchPlan(policy="lb_micro", lengths=(5, 3, 7), max_tokens=8, microba
 
 
 def test_counts_and_costs() -> None:
-    linear = CostModel.from_config("linear", fixed=10)
+    linear = CostModel.from_config("linear", microbatch_cost=10)
     assert PLAN.counts == (2, 2, 2) and PLAN.world_size == 3
     assert PLAN.rank_costs(linear).tolist() == [11 + 17, 11 + 18, 22]
     assert [costs.tolist() for costs in PLAN.microbatch_costs(linear)] == [[11, 17], [11, 18], [11, 11]]

@@ -17,9 +17,9 @@ LENGTHS = st.lists(st.integers(1, CAP), min_size=1, max_size=40)
 MODELS = st.sampled_from(
     [
         CostModel.from_config("linear"),
-        CostModel.from_config("linear", fixed=30),
+        CostModel.from_config("linear", microbatch_cost=30),
         CostModel.from_config("attention"),
-        CostModel.from_config((5e5, 1.0), fixed=1.0),
+        CostModel.from_config((5e5, 1.0), microbatch_cost=32000),
     ]
 )
 
@@ -99,7 +99,7 @@ def test_fixed_cost_prefers_fewer_microbatches() -> None:
     for _ in range(20):
         lengths = generator.integers(20, 70, 24).tolist()
         plain = plan_minibatch("lb_mini", lengths, 4, CAP, CostModel.from_config("linear"))
-        model = CostModel.from_config("linear", fixed=200)
+        model = CostModel.from_config("linear", microbatch_cost=200)
         aware = plan_minibatch("lb_mini", lengths, 4, CAP, model)
         assert aware.rank_costs(model).max() <= plain.rank_costs(model).max() + 1e-6
         assert max(aware.counts) <= max(plain.counts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +62,7 @@ def lockstep_layers(costs: list[list[float]], layers: int) -> float:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 6), st.integers(0, 50))
 def test_order_of_the_arms(lengths: list[int], ranks: int, fixed: int) -> None:
-    model = CostModel.from_config("attention", fixed=fixed / 1e4)
+    model = replace(CostModel.from_config("attention"), fixed=fixed / 1e4)
     plans = {policy: plan_minibatch(policy, lengths, ranks, 100, model) for policy in set(ARM_POLICY.values())}
     steps = {arm: predict_step(arm, plans[ARM_POLICY[arm]], model) for arm in ARMS}
     for arm, prediction in steps.items():

@@ -70,6 +70,18 @@ def test_all_wrong_options_at_once() -> None:
     assert len(refusal.value.problems) == 3
 
 
+@pytest.mark.parametrize(("arm", "meant"), [("odc_no_pad", "odc_nopad"), ("zero2", "nccl_zero2"), ("nccl", "nccl_pad")])
+def test_misspelt_arms(arm: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"--arms: '{arm}' is not known, did you mean '{meant}'"):
+        run_compare(parse(["x.yaml", "--arms", f"odc_pad,{arm}"]))
+
+
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is no folder that can be written to"):
+        run_compare(parse(["x.yaml", "--output", str(tmp_path / "file" / "below")]))
+
+
 def test_machine_facts_name_nobody() -> None:
     facts = json.dumps([describe_machine(), describe_versions()])
     assert socket.gethostname() not in facts

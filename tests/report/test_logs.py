@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from primus_odc.errors import DataError
-from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, compare_logs, read_step_log
+from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, compare_logs, read_step_log, require_no_log
 
 HEADER = LogHeader(
     arm="nccl_pad",
@@ -52,13 +52,84 @@ def test_each_step_is_on_disk_at_once(tmp_path: Path) -> None:
 
 def test_resume_cuts_the_steps_that_are_repeated(tmp_path: Path) -> None:
     write(tmp_path, HEADER, [step(0), step(1), step(2, ms=3.0)])
-    with StepLogWriter(tmp_path, HEADER, first_step=2) as log:
+    with StepLogWriter(tmp_path, HEADER, 2, resumed=True) as log:
+        assert log.dropped == 1
         log.write(step(2, ms=4.0))
     assert [record.ms for record in read_step_log(tmp_path).steps] == [100, 100, 4]
-    with pytest.raises(DataError, match="3 steps before step 5"):
-        StepLogWriter(tmp_path, HEADER, first_step=5)
-    with pytest.raises(DataError, match="seed: 7 in the log, 8 in this run"):
-        StepLogWriter(tmp_path, replace(HEADER, seed=8), first_step=2)
+    with pytest.raises(DataError, match="the log has steps 0 to 2, and this run goes on at step 5"):
+        StepLogWriter(tmp_path, HEADER, 5, resumed=True)
+    with pytest.raises(DataError, match=r"seed: 7 in the log, 8 in this run.*PRIMUS_EXP_NAME"):
+        StepLogWriter(tmp_path, replace(HEADER, seed=8), 2, resumed=True)
+    # A run that died before its first checkpoint starts over.
+    with StepLogWriter(tmp_path, HEADER, resumed=True) as log:
+        assert log.dropped == 3
+
+
+def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, [step(0)])
+    with pytest.raises(DataError, match=r"steps\.jsonl is the log of another run.*PRIMUS_EXP_NAME or --exp_name, continue it \(load\)"):
+        StepLogWriter(tmp_path, HEADER)
+    assert len(read_step_log(tmp_path).steps) == 1
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_that_ended_before_its_first_step_is_no_obstacle(tmp_path: Path, resumed: bool) -> None:
+    write(tmp_path, replace(HEADER, seed=8), [])
+    require_no_log(tmp_path)
+    with StepLogWriter(tmp_path, HEADER, 3 * resumed, resumed=resumed) as log:
+        with pytest.raises(DataError, match="still going on"):
+            require_no_log(tmp_path)
+        log.write(step(3 * resumed))
+    assert read_step_log(tmp_path).header == replace(HEADER, first_step=3 * resumed)
+    with pytest.raises(DataError, match="the log of another run"):
+        require_no_log(tmp_path)
+
+
+def test_a_running_run_is_not_written_over(tmp_path: Path) -> None:
+    with StepLogWriter(tmp_path, HEADER) as log:
+        log.write(step(0))
+        for resumed in (False, True):
+            with pytest.raises(DataError, match="is being written by a run that is still going on"):
+                StepLogWriter(tmp_path, HEADER, resumed=resumed)
+        log.write(step(1))
+    assert len(read_step_log(tmp_path).steps) == 2
+    with StepLogWriter(tmp_path, HEADER, 2, resumed=True) as log:
+        with pytest.raises(DataError, match="still going on"):
+            StepLogWriter(tmp_path, HEADER, 2, resumed=True)
+        log.write(step(2))
+    assert len(read_step_log(tmp_path).steps) == 3
+
+
+def test_resume_in_another_folder_begins_at_that_step(tmp_path: Path) -> None:
+    with StepLogWriter(tmp_path / "b", HEADER, 2, resumed=True) as log:
+        log.write(step(2))
+        log.write(step(3))
+    log_read = read_step_log(tmp_path / "b")
+    assert log_read.header == replace(HEADER, first_step=2) and [record.step for record in log_read.steps] == [2, 3]
+    with StepLogWriter(tmp_path / "b", HEADER, 3, resumed=True) as log:
+        log.write(step(3, ms=7))
+    assert [(record.step, record.ms) for record in read_step_log(tmp_path / "b").steps] == [(2, 100), (3, 7)]
+    with pytest.raises(DataError, match="the log has steps 2 to 3, and this run goes on at step 1"):
+        StepLogWriter(tmp_path / "b", HEADER, 1, resumed=True)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"steps\.jsonl cannot be written: File exists"):
+        StepLogWriter(tmp_path / "file", HEADER)
+
+
+def test_logs_are_compared_over_the_steps_that_both_have(tmp_path: Path) -> None:
+    """Steps 2 to 6 in A against 0 to 7 in B, of which 5 and 6 are measured: A takes 30 and 60 ms, B 10 and 20."""
+    with StepLogWriter(tmp_path / "a", HEADER, 2, resumed=True) as log:
+        for i, ms in enumerate([100, 100, 100, 30, 60], start=2):
+            log.write(step(i, ms=ms, tokens=50 + i, loss=None if i == 4 else 2.0, skipped=i == 4))
+    fast = [step(i, ms=[9, 9, 9, 9, 9, 10, 20, 9][i], tokens=50 + i, loss=None if i == 4 else 2.0, skipped=i == 4) for i in range(8)]
+    write(tmp_path / "b", replace(HEADER, arm="odc_nopad"), fast)
+    result = compare_logs(tmp_path / "a", tmp_path / "b")
+    assert result["odc_nopad"].ms_per_step == [9, 9, 9, 10, 20] and result.speedup == {"odc_nopad": 3.0}
+    assert result.arms[0].skipped_steps == [2] and result.steps == [3, 4]
+    assert any("Compared are steps 2 to 6" in note for note in result.notes)
 
 
 def test_torn_last_line_is_left_out(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from primus_odc.report.result import ComparisonResult
+from primus_odc.report.result import ArmResult, ComparisonResult
 from primus_odc.report.table import WIDTH, cells, ladder_lines, render_table
-from primus_odc.report.wording import rungs, sentences
+from primus_odc.report.wording import loss_sentence, rungs, sentences
 from tests.report.report_records import make_comparison
 
 
@@ -29,6 +29,35 @@ def test_fits_and_aligns(result: ComparisonResult) -> None:
 def test_wide_numbers_still_fit(result: ComparisonResult) -> None:
     slow = [replace(arm, ms_per_step_median=98765.4, ms_per_step_spread=[91234.5, 99876.5], tokens_per_s=1234567.0) for arm in result.arms]
     assert max(map(len, render_table(replace(result, arms=slow)).splitlines()[:7])) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([4.0, None], "4.0000 at its only step."),
+        ([4.0, 3.0, None, 2.0], "4.0000 at the first step, 3.0000 over all 3 steps (0.75 of it)."),
+        ([4.0, *[2.0] * 5], "4.0000 at the first step, 2.0000 over the last 5 steps (0.50 of it)."),
+    ],
+)
+def test_the_end_of_the_loss_is_named_after_its_steps(losses: list[float | None], said: str) -> None:
+    steps = len(losses)
+    arm = ArmResult.measure(
+        arm="nccl_pad",
+        ms_per_step=[1.0] * steps,
+        loss=losses,
+        grad_norm=losses,
+        tokens=[1] * steps,
+        microbatches=[[1]] * steps,
+        busy_ms=[[1.0]] * steps,
+        warmup_steps=0,
+        skipped_steps=[step for step, loss in enumerate(losses) if loss is None],
+    )
+    assert said in loss_sentence(arm)
+
+
+def test_what_is_left_out_is_counted(result: ComparisonResult) -> None:
+    for warmup, said in ((0, "8 steps. "), (1, "7 steps; left out: the first step. "), (7, "1 step; left out: the first 7 steps. ")):
+        assert sentences(replace(result, warmup_steps=warmup))[-1].startswith(f"Measured over {said}")
 
 
 def test_cells_by_hand(result: ComparisonResult) -> None:

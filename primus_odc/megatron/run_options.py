@@ -1,0 +1,137 @@
+"""A checked experiment, and everything that can be found wrong with one before a process group exists: told at once.
+
+Nothing here imports torch or megatron-core, except :meth:`RunOptions.of`, which needs both for the model's keys.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from primus_odc._config_values import describe
+from primus_odc._problems import Problems
+from primus_odc.config import Arm, ParsedComm, parse_odc
+from primus_odc.data.build import check_data
+from primus_odc.errors import ConfigError
+from primus_odc.experiment import Experiment
+from primus_odc.megatron.train_config import TrainConfig, parse_train
+from primus_odc.megatron.train_keys import check_keys
+from primus_odc.planning import CostModel, Policy
+from primus_odc.planning.simulate import ARM_POLICY
+
+
+def policy_of(arm: Arm) -> Policy:
+    """How an arm plans its minibatches.
+
+    Raises:
+        ConfigError: ``stock``, that is, no ``comm_backend``.
+    """
+    if arm == "stock":
+        raise ConfigError(["comm_backend is not set: choose nccl_pad (collectives), odc_pad or odc_nopad (on demand)"])
+    return ARM_POLICY[arm]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunOptions:
+    """A checked experiment."""
+
+    experiment: Experiment
+    params: dict[str, Any]
+    """Of the trainer module, normalised."""
+    train: TrainConfig
+    comm: ParsedComm
+    max_tokens: int
+    """Most tokens of one microbatch."""
+    cost_model: CostModel
+
+    @classmethod
+    def of(cls, experiment: Experiment, params: dict[str, Any]) -> RunOptions:
+        """Check everything that can be checked before any process group exists and any sample is read.
+
+        Raises:
+            ConfigError: all that is wrong with keys, values, their combinations, and the files and packages that they name.
+        """
+        problems, comm, train = _check_all_but_model(experiment, params)
+        gpt_config = importlib.import_module("primus_odc.megatron.gpt_config").gpt_config
+        described = problems.of(lambda: gpt_config(params, vocab_size=1))
+        problems.of(lambda: importlib.import_module("primus_odc.megatron.lr").schedule(params))
+        problems.of(lambda: _require_devices(params.get("distributed_backend", "nccl")))
+        problems.raise_any()
+        assert comm is not None and train is not None
+        return cls(
+            experiment=experiment,
+            params=params,
+            train=train,
+            comm=comm,
+            max_tokens=_cap(comm, params),
+            cost_model=_cost_model(comm, described),
+        )
+
+
+def require_checked(experiment: Experiment, params: dict[str, Any]) -> None:
+    """The checks of :meth:`RunOptions.of`; those of the model, which need torch, only where there is something to tell anyway.
+
+    Raises:
+        ConfigError: as :meth:`RunOptions.of`.
+    """
+    if _check_all_but_model(experiment, params)[0].found:
+        RunOptions.of(experiment, params)
+
+
+def _check_all_but_model(experiment: Experiment, params: Mapping[str, Any]) -> tuple[Problems, ParsedComm | None, TrainConfig | None]:
+    problems = Problems()
+    comm = problems.of(lambda: parse_odc(params))
+    if comm is not None:
+        problems.of(lambda: policy_of(comm.arm))
+        problems.of(lambda: _cap(comm, params))
+    train = problems.of(lambda: parse_train(params))
+    problems.of(lambda: check_data(params))
+    if experiment.self_contained:
+        problems.of(lambda: check_keys(params))
+    return problems, comm, train
+
+
+def _require_devices(backend: Any) -> None:
+    """A GPU for every process that the launcher started on this host, where GPUs are used."""
+    if backend != "nccl":
+        return
+    found, needed = importlib.import_module("torch").cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if found < needed:
+        raise ConfigError(
+            [
+                f"distributed_backend: nccl needs a GPU for each of {needed} processes of this host and torch sees {found}; start fewer "
+                "(GPUS_PER_NODE), or set distributed_backend: gloo to train on the CPU"
+            ]
+        )
+
+
+def _cap(comm: ParsedComm, params: Mapping[str, Any]) -> int:
+    """The most tokens of a microbatch."""
+    cap = comm.odc.max_tokens_per_microbatch or params.get("seq_length")
+    if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
+        given = "is missing" if cap is None else f"is {describe(cap)}"
+        raise ConfigError([f"seq_length {given}; it must be a whole number of at least 1, being the most tokens of a microbatch"])
+    return cap
+
+
+def _cost_model(comm: ParsedComm, described: Any) -> CostModel:
+    """``odc.cost_model`` and ``odc.microbatch_cost``; ``attention`` counts the FLOPs of the model's layers, its head left out: only target
+    positions reach it."""
+    if comm.odc.cost_model != "attention":
+        return CostModel.from_config(comm.odc.cost_model, microbatch_cost=comm.odc.microbatch_cost)
+    config = described.transformer
+    return CostModel.from_model_shape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups or config.num_attention_heads,
+        vocab_size=0,
+        kv_channels=config.kv_channels,
+        gated_mlp=config.gated_linear_unit,
+        recompute=described.recomputed_layers == config.num_layers,
+        microbatch_cost=comm.odc.microbatch_cost,
+    )

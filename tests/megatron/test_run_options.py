@@ -1,0 +1,97 @@
+"""Everything wrong is told at once, each key once; earlier runs are not written over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus_odc.errors import ConfigError
+from primus_odc.megatron.checkpoint import LATEST
+from primus_odc.megatron.run_options import RunOptions
+from primus_odc.megatron.trainer import check_outputs
+from tests.megatron.run_cases import options, write_dialogues
+from tests.report.test_logs import HEADER, step, write
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_dialogues(tmp_path / "dialogues.jsonl")
+    return tmp_path
+
+
+def problems(folder: Path, **changed: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        options(folder, "odc_nopad", "run", **changed)
+    return list(caught.value.problems)
+
+
+def test_every_part_has_its_say_and_every_key_is_named_once(folder: Path) -> None:
+    wrong = {
+        "odc": {"timout_s": 3},
+        "clip_grad": -1,
+        "seed": -5,  # of loop and model
+        "train_iters": "x",  # of loop and schedule
+        "seq_length": None,  # of planner and model
+        "tokenizer_type": "bite",
+        "sft_dataset_name": "absent.jsonl",
+        "sft_dataset_nmae": "x",  # of data and of no part at all
+        "num_layers": 0,
+        "lr_decay_style": "cosin",
+        "distributed_backend": "nccl",
+        "trani_iters": 4,
+    }
+    named = [problem.split()[0].rstrip(":") for problem in problems(folder, **wrong)]
+    assert sorted(named) == sorted([*(set(wrong) - {"odc"}), "odc.timout_s"])
+
+
+def test_presets_bring_keys_of_their_own(folder: Path) -> None:
+    good = options(folder, "odc_nopad", "run")
+    params = {**good.params, "some_key_of_primus": 1}
+    RunOptions.of(replace(good.experiment, self_contained=False), params)
+    with pytest.raises(ConfigError, match="some_key_of_primus"):
+        RunOptions.of(good.experiment, params)
+
+
+def test_missing_packages_are_told_with_the_rest(folder: Path) -> None:
+    said = problems(folder, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "absent"), train_iters=0)
+    assert len(said) == 2 and any("absent" in problem for problem in said)
+
+
+@pytest.mark.parametrize("cost_model", ["linear", "attention", [2.0, 3.0]])
+def test_fixed_cost_reaches_the_planner(folder: Path, cost_model: Any) -> None:
+    plain, fixed = (options(folder, "odc_nopad", "run", odc={"cost_model": cost_model, "microbatch_cost": cost}) for cost in (0, 700))
+    assert plain.cost_model.fixed == 0
+    assert fixed.cost_model.fixed == pytest.approx(700 * plain.cost_model.per_token)
+    assert replace(fixed.cost_model, fixed=0.0) == plain.cost_model
+
+
+def checkpoint(folder: Path, number: int) -> Path:
+    """What there is of a checkpoint before torch is asked."""
+    state = folder / f"iter_{number:07d}" / "trainer.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"format": 1}')
+    (folder / LATEST).write_text(f"{number}\n")
+    return folder
+
+
+def test_outputs_of_an_earlier_run(folder: Path) -> None:
+    saved, empty = checkpoint(folder / "saved", 3), str(folder / "empty")
+    check_outputs(options(folder, "odc_nopad", "run", save=empty, load=empty))
+    write(folder / "run", HEADER, [step(0)])
+    for keys, said in (
+        ({}, ["log of another run"]),
+        ({"load": empty}, ["log of another run"]),
+        ({"save": str(saved)}, ["log of another run", "holds the checkpoint of step 3"]),
+        ({"load": str(saved), "ckpt_step": 2}, ["iter_0000002: no such checkpoint"]),
+        ({"load": str(saved), "save": str(checkpoint(folder / "other", 1))}, ["holds the checkpoint of step 1"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_outputs(options(folder, "odc_nopad", "run", **keys))
+        assert len(caught.value.problems) == len(said)
+        assert all(part in problem for part, problem in zip(said, caught.value.problems, strict=True)), caught.value.problems
+    # A run that goes on, and one that died before its first checkpoint.
+    check_outputs(options(folder, "odc_nopad", "run", load=str(saved), save=str(saved)))
+    check_outputs(options(folder, "odc_nopad", "run", load=empty, save=empty))
