@@ -11,6 +11,8 @@ Only semantics are read. Keys that choose an implementation of the same arithmet
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -102,8 +104,9 @@ class _Keys:
         if value is None:
             self.problems.append(f"{key} is missing: a number above {above} is needed")
             return kind(1)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value <= above:
-            hint = "; YAML reads 1e-6 as text, write 1.0e-6" if isinstance(value, str) else ""
+        usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not usable or kind(value) != value or value <= above:
+            hint = f"; YAML reads {value} as text, write it with a point, as in 1.0e-6" if _spells_a_number(value) else ""
             self.problems.append(f"{key}: {value!r} is not {'a whole number' if kind is int else 'a number'} above {above}{hint}")
             return kind(1)
         return kind(value)
@@ -122,6 +125,10 @@ class _Keys:
         if value not in allowed:
             self.problems.append(f"{key}: {value!r} is not supported here; supported: {', '.join(allowed)}")
         return value
+
+
+def _spells_a_number(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value) is not None
 
 
 def _norm_epsilon(keys: _Keys) -> float:

@@ -94,8 +94,7 @@ def test_a_corrupted_push_ends_every_rank_with_the_reason() -> None:
         for rank in ranks:
             rank.protocol.begin()
         ranks[0].reduce(0, contributions(ranks[0], 0))
-        _, payload = ranks[1].plane._slot(1, 0, 0)
-        flip(payload, 9)
+        flip(ranks[1].plane._slot(1, 0, 0), 9)
         for rank in ranks:
             rank.start_progress()
         for result in together(ranks, settle_and_publish):

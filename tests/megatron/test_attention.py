@@ -80,7 +80,11 @@ def test_on_a_gpu_outputs_and_gradients_follow_the_definition(dtype: torch.dtype
     assert actual.dtype == dtype
     assert relative_error(actual.cpu(), expected) < tolerance
     for name, grad, wanted in zip("qkv", grads, expected_grads, strict=True):
-        assert relative_error(grad.cpu(), wanted) < tolerance, name
+        if lengths == (1,) and name != "v":
+            # Attending to one token does not depend on the scores: what is left is the rounding of the kernel.
+            assert float(grad.abs().max()) < 1e-5, name
+        else:
+            assert relative_error(grad.cpu(), wanted) < tolerance, name
 
 
 @needs_gpu

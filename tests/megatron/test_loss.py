@@ -127,7 +127,7 @@ def test_on_a_gpu_a_large_vocabulary_fits_and_nothing_waits(tokens: int) -> None
         (loss / tokens).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.max_memory_allocated() - before < 9 * 2**30, "5 GiB for a chunk, 2 for the weight's gradient, the inputs"
+    assert torch.cuda.max_memory_allocated() - before < 10 * 2**30, "5 GiB for a chunk, 2 for the weight's gradient, the inputs"
     assert weight.grad is not None and hidden.grad is not None
     few = slice(0, 256)
     logits = (hidden.detach()[few, 0].float() @ weight.detach().float().t()).requires_grad_()
