@@ -13,7 +13,7 @@ from pathlib import Path
 
 from primus_odc.bench.job import Job
 from primus_odc.errors import ConfigError, OdcError
-from primus_odc.megatron.local_ranks import end_with_parent
+from primus_odc.megatron.local_ranks import end_with_parent, tell_reason
 from primus_odc.versions import require_megatron, require_torch
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     try:
         _run(rank, job, started)
     except OdcError as error:
-        print(error, file=sys.stderr)
+        tell_reason(error)
         code = 2
     except Exception:  # noqa: BLE001 - whatever it is, the process that started the ranks reports it
         traceback.print_exc()

@@ -18,7 +18,7 @@ from primus_odc.config import parse_odc
 from primus_odc.errors import OdcError
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.compare_job import Job, arm_params
-from primus_odc.megatron.local_ranks import end_with_parent
+from primus_odc.megatron.local_ranks import end_with_parent, tell_reason
 from primus_odc.versions import require_megatron, require_torch
 
 
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     try:
         _run(rank, job)
     except OdcError as error:
-        print(error, file=sys.stderr)
+        tell_reason(error)
         code = 2
     except Exception:  # noqa: BLE001 - whatever it is, the process that started the ranks reports it
         traceback.print_exc()

@@ -30,6 +30,7 @@ from primus_odc.errors import OdcError
 GRACE_S = 10.0
 POLL_S = 0.05
 TAIL_LINES = 40
+_REASON = "\n=== this rank ends because:\n"
 
 
 def run_ranks(module: str, arguments: Sequence[str], world_size: int, *, silence_s: float, progress: Callable[[str], None]) -> None:
@@ -72,6 +73,11 @@ def run_ranks(module: str, arguments: Sequence[str], world_size: int, *, silence
                         pipe.close()
         if silent or any(codes):
             raise OdcError(_failure(codes, logs, silence_s if silent else None))
+
+
+def tell_reason(error: OdcError) -> None:
+    """In a rank: say why it ends, to be told by the process that started it."""
+    print(f"{_REASON}{error}", file=sys.stderr)
 
 
 def end_with_parent() -> None:
@@ -126,7 +132,9 @@ def _failure(codes: Sequence[int | None], logs: Sequence[Path], silence_s: float
     told: dict[tuple[str, ...], list[int]] = {}
     for rank, (code, log) in enumerate(zip(codes, logs, strict=True)):
         if code != 0:
-            written = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+            # Of a rank that says why it ended, only that: libraries write lines with times and process ids before it.
+            text = log.read_text(encoding="utf-8", errors="replace").rpartition(_REASON)[2]
+            written = text.splitlines()[-TAIL_LINES:]
             told.setdefault((_ended(code), *written), []).append(rank)
     for (ended, *written), ranks in told.items():
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -47,7 +47,8 @@ def run(folder: Path, *words: str, silence_s: float = 30.0) -> list[str]:
 
 def test_ranks_that_say_the_same_are_told_together(tmp_path: Path) -> None:
     logs = [tmp_path / f"rank{rank}.log" for rank in range(4)]
-    for log, text in zip(logs, ["wrong key\n", "fine\n", "wrong key\n", "other\n"], strict=True):
+    noise = "07:16:08 a library says something on this rank alone\n\n=== this rank ends because:\n"
+    for log, text in zip(logs, ["wrong key\n", "fine\n", noise + "wrong key\n", "other\n"], strict=True):
         log.write_text(text)
     assert local_ranks._failure([2, 0, 2, 2], logs, None) == (
         "ranks 0, 2 failed with exit status 2:\n  wrong key\nrank 3 failed with exit status 2:\n  other"
