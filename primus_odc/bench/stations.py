@@ -67,7 +67,7 @@ class Stations:
         key = None if self._job.share_model else arm.options
         station = self._stations.get(key)
         if station is None:
-            station = self._stations[key] = self._make(graph=self._job.optimizer == "graph" and arm.options is not None)
+            station = self._stations[key] = self._make(on_demand=key is not None)
         self._equip(station, arm.options)
         return station
 
@@ -112,12 +112,13 @@ class Stations:
             self._attach(station, dict(options))
         station.options = options
 
-    def _make(self, graph: bool) -> Station:
+    def _make(self, on_demand: bool) -> Station:
         params = self._shape.params
         model = build_gpt_without_weights(params, self._shape.vocab_size)
-        shard_gpt(model, self._mesh, mixed_precision(params), separate_head=True)
+        shard_gpt(model, self._mesh, mixed_precision(params, on_demand=on_demand), separate_head=True)
         draw_weights(model, self._device, self._job.seed, dist.get_rank())
         parameters = list(model.parameters())
+        graph = on_demand and self._job.optimizer == "graph"  # gradients have to lie in the same memory every step
         optimizer = DTensorAdamW(parameters) if self._job.optimizer == "dtensor" else LocalAdamW(parameters, graph=graph)
         return Station(model=model, optimizer=optimizer, meter=Meter())
 

@@ -35,7 +35,7 @@ from primus_odc.fsdp.mesh import Mesh, find_mesh
 from primus_odc.fsdp.microbatches import MicrobatchTracker
 from primus_odc.fsdp.norm import clip, global_norm
 from primus_odc.fsdp.probe import Unit, find_units
-from primus_odc.fsdp.reduce import ScatterAccumulate
+from primus_odc.fsdp.reduce import ScatterAccumulate, Zeros
 from primus_odc.fsdp.verify import ReferenceCheck
 from primus_odc.primitives.contribution import Contribution, split_pieces
 from primus_odc.primitives.driver import ProgressThread, run
@@ -117,7 +117,8 @@ class Engine:
         self._edits = EditCheck(self._mesh.names[self._mesh.rank], topology.groups, self._plane.lanes, self._device)
         self._begun = self._plane.lanes.event()
         self._caller: Any = self._plane.lanes.current()
-        self._reducers = [ScatterAccumulate(self, g, unit) for g, unit in enumerate(self._units)]
+        sink = Zeros(max(s.grad_numel for s in specs))
+        self._reducers = [ScatterAccumulate(self, g, unit, sink) for g, unit in enumerate(self._units)]
         self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
         take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)
         self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)

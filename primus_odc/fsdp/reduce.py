@@ -30,10 +30,24 @@ if TYPE_CHECKING:
     from primus_odc.fsdp.probe import Unit
 
 
+class Zeros:
+    """One buffer of zeros for all units, as long as the largest: what FSDP2 takes for reduced results, and nobody writes."""
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The first ``numel`` of them."""
+        if dtype not in self._buffers:
+            self._buffers[dtype] = torch.zeros(self._numel, dtype=dtype, device=device)
+        return self._buffers[dtype][:numel]
+
+
 class ScatterAccumulate:
     """Implements torch's ``ReduceScatter`` interface (``FSDPModule.set_custom_reduce_scatter``), duck-typed."""
 
-    def __init__(self, engine: Engine, group: int, unit: Unit) -> None:
+    def __init__(self, engine: Engine, group: int, unit: Unit, sink: Zeros) -> None:
         self._engine = engine
         self._group = group
         self._spec = unit.spec
@@ -41,7 +55,7 @@ class ScatterAccumulate:
         self._trainable = tuple(i for i, p in enumerate(unit.spec.params) if p.trainable)
         self._arrived: set[int] = set()
         self._expects_output = False
-        self._sink: torch.Tensor | None = None
+        self._sink = sink
         self.handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._hook(i))
             for i, parameter in enumerate(unit.unsharded)
@@ -72,10 +86,8 @@ class ScatterAccumulate:
         if not self._expects_output:
             self._expects_output = True
             return torch.empty(numel, dtype=dtype, device=device)
-        if self._sink is None or self._sink.dtype != dtype:
-            # The unit's full size whatever this reduction holds: HSDP's partial sums of two reductions must have one size.
-            self._sink = torch.zeros(self._spec.grad_numel, dtype=dtype, device=device)
-        return self._sink
+        # The unit's full size whatever this reduction holds: HSDP's partial sums of two reductions must have one size.
+        return self._sink.take(self._spec.grad_numel, dtype, device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

@@ -112,11 +112,12 @@ class Arm:
         self._clip_grad = float(params.get("clip_grad", 1.0))
         self.meter = Meter(device)
         self._warned_masked = False
-        self.model = shard_gpt(build_gpt(params, vocab_size, device=device), mesh, mixed_precision(params))
+        on_demand = comm.arm.startswith("odc")
+        self.model = shard_gpt(build_gpt(params, vocab_size, device=device), mesh, mixed_precision(params, on_demand=on_demand))
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.optimizer = build_optimizer(self.model, params)
         self.scheduler = build_scheduler(self.optimizer, params)
-        self.engine = MeteredEngine(self.model, comm.odc, self.meter) if comm.arm.startswith("odc") else None
+        self.engine = MeteredEngine(self.model, comm.odc, self.meter) if on_demand else None
         self._reported_s = self.meter.exposed_s
         if comm.arm == "nccl_zero2":
             self._modules[0].set_reshard_after_forward(False)

@@ -16,11 +16,15 @@ from primus_odc.errors import ConfigError
 from primus_odc.megatron.model import PackedGPT
 
 
-def mixed_precision(params: Mapping[str, Any]) -> MixedPrecisionPolicy:
-    """The policy that Megatron's `bf16` and `grad_reduce_in_bf16` keys ask for. Sharded parameters stay fp32 master weights."""
+def mixed_precision(params: Mapping[str, Any], *, on_demand: bool = False) -> MixedPrecisionPolicy:
+    """The policy that Megatron's `bf16` and `grad_reduce_in_bf16` keys ask for. Sharded parameters stay fp32 master weights.
+
+    `on_demand`: the engine sums in fp32 whatever FSDP2 hands over, and the gradients autograd made are bf16; they are handed over as they
+    are, which rounds nothing and moves half the bytes.
+    """
     if not params.get("bf16", False):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    reduce_dtype = torch.bfloat16 if params.get("grad_reduce_in_bf16", False) else torch.float32
+    reduce_dtype = torch.bfloat16 if on_demand or params.get("grad_reduce_in_bf16", False) else torch.float32
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
