@@ -71,8 +71,9 @@ class OneParameter(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(rows, COLUMNS))
 
-    def forward(self) -> torch.Tensor:
-        return self.weight.sum()
+    def forward(self, nothing: torch.Tensor) -> torch.Tensor:
+        """``nothing``: a zero; FSDP2 of torch 2.11 does not serve a root module without arguments on a GPU."""
+        return self.weight.sum() + nothing
 
 
 def bench_primitives(job: Job, device: torch.device) -> None:
@@ -99,7 +100,7 @@ def _size(job: Job, device: torch.device, clock: Clock, nbytes: int) -> list[dic
     options = {"transport": job.transport, "timeout_s": job.timeout_s, "accumulate": "local", "parameters": "reshard"}
     engine = CallRecorder(model, parse_options(options))
     engine.begin_minibatch(1)
-    model().backward()
+    model(torch.zeros((), device=device)).backward()
     engine.settle()
     engine.publish()
     whole = torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device)
