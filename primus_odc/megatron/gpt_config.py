@@ -106,7 +106,7 @@ class _Keys:
             return kind(1)
         usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not usable or kind(value) != value or value <= above:
-            hint = f"; YAML reads {value} as text, write it with a point, as in 1.0e-6" if _spells_a_number(value) else ""
+            hint = f"; YAML reads {value} as text, write {_with_a_point(value)}" if _spells_a_number(value) else ""
             self.problems.append(f"{key}: {value!r} is not {'a whole number' if kind is int else 'a number'} above {above}{hint}")
             return kind(1)
         return kind(value)
@@ -129,6 +129,10 @@ class _Keys:
 
 def _spells_a_number(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value) is not None
+
+
+def _with_a_point(value: str) -> str:
+    return re.sub(r"(?=[eE])", ".0", value)
 
 
 def _norm_epsilon(keys: _Keys) -> float:

@@ -1,0 +1,27 @@
+"""The device kernel compiles for every architecture it is meant for, on a machine without any of them (its values: tests/gpu)."""
+
+from __future__ import annotations
+
+import pytest
+
+TARGETS = [("hip", "gfx942", 64), ("hip", "gfx950", 64), ("cuda", 90, 32)]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target[1]))
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+def test_the_pull_sum_compiles(target: tuple[str, str | int, int], aligned: bool) -> None:
+    triton = pytest.importorskip("triton", reason="needs Triton (extra 'kernels')")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from primus_odc.primitives.kernels import _pull_sum
+
+    signature = {"total": "*fp32", "table": "*i64", "present": "i64", "numel": "i64"}
+    source = ASTSource(
+        fn=_pull_sum,
+        signature=signature | dict.fromkeys(("SOURCES", "ALIGNED", "BLOCK"), "constexpr"),
+        constexprs={(4,): 8, (5,): aligned, (6,): 4096},
+    )
+    compiled = triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8})
+    assert len(compiled.asm["hsaco" if target[0] == "hip" else "cubin"]) > 1000
