@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,8 @@ def install() -> None:
 
 
 def _megatron() -> None:
+    # Megatron's compiled helpers lie in a folder of ours, so that its checkout stays as it is.
+    importlib.import_module("megatron.core.datasets").__path__.append(os.environ["MEGATRON_HELPERS"])
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
