@@ -149,7 +149,7 @@ def check(args: Any, kind: Kind, environment: Mapping[str, str] = os.environ) ->
 
 def _unaccepted(keys: Mapping[str, Any], table: Mapping[str, tuple[tuple[Any, ...], str]]) -> list[str]:
     return [
-        f"{key}: {describe(keys[key])} is not possible with comm_backend; set it to {_spell(accepted[0])}: {reason}"
+        f"{key}: {_spell(keys[key])} is not possible with comm_backend; set it to {_spell(accepted[0])}: {reason}"
         for key, (accepted, reason) in table.items()
         if key in keys and keys[key] not in accepted
     ]
