@@ -78,8 +78,8 @@ def test_help_explains_the_variables(launch: Launch) -> None:
         (["config.yaml"], {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         (["config.yaml"], {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a number from 1 to 65535"),
         (["config.yaml"], {"PYTHON": "no-such-python"}, "PYTHON=no-such-python is not a program"),
-        (["config.yaml"], {"PRIMUS_PATH": "/somewhere"}, "unset PRIMUS_PATH to use the standalone trainer"),
-        ([], {"PRIMUS_PATH": "/somewhere"}, "unset PRIMUS_PATH to use the standalone trainer"),
+        (["config.yaml"], {"PRIMUS_PATH": "/somewhere"}, "PRIMUS_PATH=/somewhere is no checkout of Primus"),
+        ([], {"PRIMUS_PATH": "/somewhere"}, "PRIMUS_PATH is set, and Primus needs a config"),
     ],
 )
 def test_refusals_start_nothing(launch: Launch, arguments: list[str], variables: dict[str, str], message: str) -> None:
@@ -93,6 +93,17 @@ def test_one_node_takes_a_free_port_and_passes_overrides_on(launch: Launch) -> N
     result = launch("config.yaml", "--train_iters", "5", "--name", "two words", GPUS_PER_NODE="3")
     assert result.returncode == 0, result.stderr
     own = ["-m", "primus_odc", "train", "config.yaml", "--train_iters", "5", "--name", "two words"]
+    assert started(result) == ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "3", *own]
+
+
+@pytest.mark.parametrize(("module", "word"), [("pre_trainer", "pretrain"), ("post_trainer", "posttrain")])
+def test_primus_runs_the_config_where_its_path_is_given(launch: Launch, tmp_path: Path, module: str, word: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"modules:\n  {module}:\n    framework: megatron\n")
+    (tmp_path / "checkout/primus/cli").mkdir(parents=True)
+    (tmp_path / "checkout/primus/cli/main.py").touch()
+    result = launch("config.yaml", "--train_iters", "5", GPUS_PER_NODE="3", PRIMUS_PATH=str(tmp_path / "checkout"), STUB_EXIT="7")
+    assert result.returncode == 7, result.stderr
+    own = ["-m", "primus_odc.primus.launch", "train", word, "--config", "config.yaml", "--train_iters", "5"]
     assert started(result) == ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "3", *own]
 
 

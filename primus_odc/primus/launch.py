@@ -5,7 +5,8 @@ Takes the words of ``primus/cli/main.py`` and may stand wherever that does::
     torchrun --nproc-per-node 8 -m primus_odc.primus.launch train posttrain --config experiment.yaml
     primus-cli direct --script "$(python -m primus_odc.primus.launch --path)" -- train posttrain --config experiment.yaml
 
-Primus is imported from where Python finds it, else from ``PRIMUS_PATH``.
+With ``PRIMUS_PATH`` set, that checkout is run; else the Primus that Python finds. ``PRIMUS_ODC_PRESETS``, unless it is set, names the
+folder of :mod:`primus_odc.primus.presets`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 
 def main() -> None:
@@ -31,15 +33,21 @@ def main() -> None:
     sys.path[:] = [entry for entry in sys.path if entry != here]
     from primus_odc.primus.loading import install
 
-    if importlib.util.find_spec("primus") is None:
-        checkout = os.environ.get("PRIMUS_PATH")
-        if not checkout or not Path(checkout, "primus", "cli", "main.py").is_file():
-            found = f"PRIMUS_PATH={checkout} is no Primus checkout" if checkout else "PRIMUS_PATH is not set"
-            print(f"error: Primus is not installed and {found}: set PRIMUS_PATH to a checkout of Primus", file=sys.stderr)
-            raise SystemExit(2)
+    checkout = os.environ.get("PRIMUS_PATH")
+    if checkout:
+        if not Path(checkout, "primus", "cli", "main.py").is_file():
+            _stop(f"PRIMUS_PATH={checkout} is no checkout of Primus")
         sys.path.insert(0, str(Path(checkout).resolve()))
+    elif importlib.util.find_spec("primus") is None:
+        _stop("Primus is not installed and PRIMUS_PATH is not set: let it name a checkout of Primus")
+    os.environ.setdefault("PRIMUS_ODC_PRESETS", str(Path(__file__).resolve().parent / "presets"))
     install()
     importlib.import_module("primus.cli.main").main()
+
+
+def _stop(reason: str) -> NoReturn:
+    print(f"error: {reason}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """For tests only: Primus' command line on the CPU; what torchrun starts.
 
-The plugin comes in as it does for a user, by torch's entry point.
+The plugin comes in as it does for a user, by torch's entry point; or LAUNCHER names the module whose main() is run.
 """
 
 from __future__ import annotations
@@ -25,4 +25,4 @@ def install_shim() -> None:
 if __name__ == "__main__":
     registry = importlib.import_module("primus.core.backend.backend_registry").BackendRegistry
     registry.register_setup_hook("megatron", install_shim)
-    importlib.import_module("primus.cli.main").main()
+    importlib.import_module(os.environ.get("LAUNCHER", "primus.cli.main")).main()

@@ -238,12 +238,13 @@ def test_launcher_runs_primus_with_the_plugin(run: Run, checkout: Path, how: str
     script = run("-m", "primus_odc.primus.launch", "--path").stdout.strip()
     words = ["-m", "primus_odc.primus.launch"] if how == "module" else [script]
     elsewhere = (str(ROOT),)
-    result = run(*words, "train", "sft", path=() if found == "path" else elsewhere, PRIMUS_PATH=str(checkout))
+    variables = {"PRIMUS_PATH": str(checkout)} if found == "variable" else {}
+    result = run(*words, "train", "sft", path=() if found == "path" else elsewhere, **variables)
     assert (result.returncode, result.stdout) == (7, "PRIMUS ['train', 'sft'] 1\n"), result.stderr
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"), [({}, "PRIMUS_PATH is not set"), ({"PRIMUS_PATH": "/none"}, "PRIMUS_PATH=/none is no Primus")]
+    ("variables", "message"), [({}, "PRIMUS_PATH is not set"), ({"PRIMUS_PATH": "/none"}, "PRIMUS_PATH=/none is no checkout of Primus")]
 )
 def test_launcher_says_what_is_missing(run: Run, checkout: Path, variables: dict[str, str], message: str) -> None:
     for file in sorted(checkout.glob("primus/**/*.py")):
