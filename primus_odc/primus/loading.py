@@ -5,18 +5,20 @@ there already, our setup hook is registered at once; where it is not, a finder w
 been imported, and leaves. Primus runs setup hooks before it builds arguments and looks up the trainer class.
 
 Torch imports this file in every process that imports torch, training or not, and an exception here would break ``import torch``. Hence the
-standard library only, no work beyond looking for one name, and no exception out of :func:`autoload`.
+standard library only and little of it, no work beyond looking for one name, and no exception out of :func:`autoload`.
 """
 
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
-from typing import Any
+from importlib.machinery import PathFinder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 REGISTRY = "primus.core.backend.backend_registry"
 BACKEND = "megatron"
@@ -30,7 +32,7 @@ def autoload() -> None:
     try:
         install()
     except Exception:  # noqa: BLE001  # any exception here would break `import torch` for the whole environment
-        print(f"primus_odc: the plugin could not be installed and is off in this process:\n{traceback.format_exc()}", file=sys.stderr)
+        _report("the plugin could not be installed and is off in this process")
 
 
 def install() -> None:
@@ -58,8 +60,14 @@ def activate() -> None:
 
         register_trainers()
     except Exception as error:
-        print(f"primus_odc: the plugin cannot be used with this Primus:\n{traceback.format_exc()}", file=sys.stderr)
+        _report("the plugin cannot be used with this Primus")
         raise SystemExit(f"primus_odc: {error}") from error
+
+
+def _report(what: str) -> None:
+    import traceback
+
+    print(f"primus_odc: {what}:\n{traceback.format_exc()}", file=sys.stderr)
 
 
 def _register(registry: ModuleType) -> None:
@@ -69,7 +77,7 @@ def _register(registry: ModuleType) -> None:
         cls._primus_odc_hooked = True
 
 
-class _RegistryFinder(MetaPathFinder):
+class _RegistryFinder:
     """Finds Primus' registry as Python would, and has the hook registered once it was executed."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -77,11 +85,11 @@ class _RegistryFinder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader, self)
+            spec.loader = _RegisteringLoader(spec.loader, self)  # type: ignore[assignment]
         return spec
 
 
-class _RegisteringLoader(Loader):
+class _RegisteringLoader:
     def __init__(self, loader: Any, finder: _RegistryFinder) -> None:
         self._loader = loader
         self._finder = finder

@@ -164,7 +164,18 @@ def test_comm_backend_unset_is_the_same_training_as_without_the_plugin(primus: P
 
 
 # SGD without momentum has no state: Megatron cannot read back that of a torch optimizer without TransformerEngine or Apex.
-STATELESS = ("--optimizer", "sgd", "--sgd_momentum", "0.0", "--lr_decay_style", "constant", "--lr_warmup_iters", "0", "--lr", "0.05")
+STATELESS: tuple[str, ...] = (
+    "--optimizer",
+    "sgd",
+    "--sgd_momentum",
+    "0.0",
+    "--lr_decay_style",
+    "constant",
+    "--lr_warmup_iters",
+    "0",
+    "--lr",
+    "0.05",
+)
 STATELESS += ("--eval_iters", "0", "--lr_decay_iters", "20")
 
 
@@ -216,7 +227,7 @@ def test_a_minibatch_without_a_target_is_skipped_for_real(primus: Primus, tmp_pa
     stream = MinibatchStream(8, 2, 1234)
     minibatches = [stream.next().tolist() for _ in range(4)]
     masked_dataset(tmp_path / "data.jsonl", [i for k, minibatch in enumerate(minibatches) if k != 1 for i in minibatch], 8)
-    words = (
+    words: tuple[str, ...] = (
         "--sft_dataset_name",
         str(tmp_path / "data.jsonl"),
         "--sft_conversation_format",
