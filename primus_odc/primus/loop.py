@@ -29,16 +29,18 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
 from primus_odc.config import OdcConfig, ParsedComm
-from primus_odc.errors import OdcError, PlanError
+from primus_odc.errors import OdcError, PlanError, VersionError
 from primus_odc.fsdp.engine import Engine
 from primus_odc.megatron.meter import Meter
 from primus_odc.megatron.on_demand import MeteredEngine
 from primus_odc.megatron.wrapper import OnDemand, SummedGradients
 from primus_odc.primus.plan import MinibatchSource, StepPlan
 from primus_odc.primus.report import StepReporter
+from primus_odc.versions import MEGATRON
 
 logger = logging.getLogger("primus_odc")
 
+_REPLACED = ("torch_FSDP", "train_step", "dummy_train_step")
 LOSS = "lm loss"
 """The name under which Megatron's forward steps report a loss: [its sum, the number of targets]."""
 
@@ -71,7 +73,6 @@ class ArmLoop:
         self._source: MinibatchSource | None = None
         self._models: list[Any] = []
         self._agreed = False
-        self._warned: set[str] = set()
 
     def use(self, source: MinibatchSource) -> MinibatchSource:
         """Set the data of the run; Megatron takes it as its (external) data loader."""
@@ -80,8 +81,14 @@ class ArmLoop:
 
     @contextmanager
     def installed(self, training: ModuleType) -> Iterator[None]:
-        """As long as the ``with`` block runs, ``training`` (``megatron.training.training``) trains this arm."""
-        native = {name: getattr(training, name) for name in ("torch_FSDP", "train_step", "dummy_train_step")}
+        """As long as the ``with`` block runs, ``training`` (``megatron.training.training``) trains this arm.
+
+        Raises:
+            VersionError: it has not what is to be replaced.
+        """
+        if missing := [name for name in _REPLACED if not hasattr(training, name)]:
+            raise VersionError(f"{training.__name__} has no {', '.join(missing)}, which this release replaces: use {MEGATRON}")
+        native = {name: getattr(training, name) for name in _REPLACED}
         training.torch_FSDP = wrapper_class(native["torch_FSDP"], self._comm, self._meter)  # type: ignore[attr-defined]
         training.train_step = functools.partial(self._train_step, native["train_step"], training.get_args)  # type: ignore[attr-defined]
         training.dummy_train_step = functools.partial(self._skip_step, training.get_args)  # type: ignore[attr-defined]

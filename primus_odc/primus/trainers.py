@@ -68,8 +68,9 @@ class ArmTrainer:
         self._planning: dict[str, Any] = {"policy": policy_of(comm.arm), "cost_model": cost_model}
         if args.rank == 0:
             logger.info(
-                "arm %s: %s plan with cost model %s, at most %d tokens a microbatch",
+                "arm %s: counts of microbatches %s between ranks; %s plan with cost model %s, at most %d tokens a microbatch",
                 comm.arm,
+                "decoupled" if comm.arm == "odc_nopad" else "aligned",
                 self._planning["policy"],
                 cost_model.name,
                 self._checked.max_tokens,

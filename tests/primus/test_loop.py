@@ -13,7 +13,7 @@ import torch
 from megatron.core import rerun_state_machine
 
 from primus_odc.config import CommBackend, OdcConfig, ParsedComm
-from primus_odc.errors import OdcError, PlanError
+from primus_odc.errors import OdcError, PlanError, VersionError
 from primus_odc.megatron.meter import Meter
 from primus_odc.megatron.wrapper import OnDemand
 from primus_odc.primus.loop import ArmLoop
@@ -117,6 +117,14 @@ def test_gradients_skipped_steps_and_log(backend: CommBackend, assignments: Sequ
     assert [record.microbatches for record in log.steps] == counts
     moved: list[StepRecord] = [record for record in log.steps if not record.skipped]
     assert all(record.loss and record.learning_rate == 0.01 and max(record.waited_s) > 0 for record in moved)
+
+
+def test_another_megatron_is_refused_by_name() -> None:
+    run = Run("nccl_pad", (EQUAL,), 0, 1)
+    del run.training.dummy_train_step
+    reason = r"has no dummy_train_step, which this release replaces: use megatron-core>=0\.16"
+    with pytest.raises(VersionError, match=reason), run.loop.installed(run.training):
+        pass
 
 
 def _disagree(rank: int, ranks: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,42 @@ def test_comm_backend_unset_is_the_same_training_as_without_the_plugin(primus: P
         assert job.code == 0, job.tail()
     assert native_metrics(jobs[0]) == native_metrics(jobs[1])
     assert len(native_metrics(jobs[0])) == 4
+
+
+def test_recomputed_layers_change_nothing(primus: Primus, trained: Trained) -> None:
+    words = ("--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", "1")
+    log = primus.run(2, PRESETS["sft"], *words, "--train_iters", "2", "--eval_iters", "0", name="recomputed").log()
+    for one, other in zip(log.steps, trained("sft", 2, "odc_nopad").log().steps[:2], strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-6)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
+
+
+def test_bf16_agrees_between_the_arms(primus: Primus) -> None:
+    words = ("--bf16", "true", "--train_iters", "3", "--eval_iters", "0")
+    logs = [primus.run(2, PRESETS["sft"], *words, name="bf16", arm=arm).log() for arm in ("nccl_pad", "odc_nopad")]
+    for one, other in zip(logs[0].steps, logs[1].steps, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-3)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-2)
+
+
+CHECK_PRESET = """
+import sys
+from types import SimpleNamespace
+from primus_odc.experiment import load_experiment
+from primus_odc.primus.refusals import check
+params = load_experiment(sys.argv[1]).params
+print("CHECKED", check(SimpleNamespace(**params, world_size=int(sys.argv[2])), "sft").comm.comm_backend, params["num_layers"])
+"""
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(("model", "ranks", "layers"), [("1.5B", 8, 28), ("14B", 16, 48)])
+def test_presets_of_the_deepseek_models_pass_every_check(primus: Primus, model: str, ranks: int, layers: int, arm: str) -> None:
+    preset = PRESET_FOLDER / f"sft_deepseek_r1_distill_qwen_{model}.yaml"
+    environment = {**os.environ, "ODC_ARM": arm, "DATA": "long.jsonl", "TOKENIZER": "tokenizer", "PYTHONPATH": str(primus.megatron)}
+    command = [sys.executable, "-c", CHECK_PRESET, str(preset), str(ranks)]
+    result = subprocess.run(command, env=environment, cwd=primus.workspace, capture_output=True, text=True, timeout=200)
+    assert f"CHECKED {arm} {layers}\n" in result.stdout, result.stderr
 
 
 # SGD without momentum has no state: Megatron cannot read back that of a torch optimizer without TransformerEngine or Apex.
