@@ -9,7 +9,8 @@
 ``pretrain``       with ``comm_backend`` as ``odc_pretrain``, without it the very trainer Primus registered
 =================  ===================================================================================================================
 
-The first two exist with the plugin only, so a file that names one cannot train on anything else by accident.
+The first two exist with the plugin only, so a file that names one cannot train on anything else by accident. ``comm_backend`` beside a
+``trainer_class``, or a stage of somebody else, would reach neither and be ignored; a check in Primus' set-up phase ends that job.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def register_trainers() -> None:
         VersionError: Primus, Megatron or torch are of an untested version.
     """
     from primus.core.backend.backend_registry import BackendRegistry
+    from primus.core.patches import register_patch
 
     from primus_odc.primus.trainers import OdcPretrainTrainer, OdcSftTrainer
 
@@ -39,6 +41,30 @@ def register_trainers() -> None:
         stock = BackendRegistry.get_trainer_class(BACKEND, stage)
         if not issubclass(stock, TrainerChoice):
             BackendRegistry.register_trainer_class(choice(stock, ours), BACKEND, stage)
+    # A later patch of the same id takes the place of the former.
+    register_patch(
+        "primus_odc.comm_backend_is_used",
+        backend=BACKEND,
+        phase="setup",
+        description="End a job whose comm_backend no trainer of primus_odc sees",
+    )(require_arm)
+
+
+def require_arm(context: Any) -> None:
+    """A patch of Primus, run once its trainer was made.
+
+    Raises:
+        SystemExit: ``comm_backend`` is set, and the trainer is not ours. Primus reports any other exception of a patch and goes on.
+    """
+    from primus_odc.primus.trainers import ArmTrainer
+
+    args = context.extra["backend_args"]
+    if getattr(args, "comm_backend", None) is not None and not ArmTrainer.made:
+        named = f"trainer_class: {args.trainer_class}" if getattr(args, "trainer_class", None) else f"stage: {getattr(args, 'stage', None)}"
+        raise SystemExit(
+            f"primus_odc: comm_backend: {args.comm_backend} is set, but {named} leads to a trainer that ignores it: remove trainer_class "
+            "and set stage to odc_sft or odc_pretrain, or unset comm_backend"
+        )
 
 
 class TrainerChoice:

@@ -31,10 +31,13 @@ class ArmTrainer:
     """Mixin for a Megatron trainer of Primus: refuses early, then runs Primus' training inside the loop of the arm."""
 
     kind: ClassVar[Kind]
+    made: ClassVar[bool] = False
+    """Whether this process made one."""
     backend_args: Any
 
     def __init__(self, backend_args: Any = None, **context: Any) -> None:
         super().__init__(backend_args=backend_args, **context)  # type: ignore[call-arg]
+        ArmTrainer.made = True
         self._folder = Path(context["primus_config"].exp_root_path)  # workspace/work_group/user_name/exp_name
 
     def setup(self) -> None:

@@ -39,6 +39,15 @@ class BackendRegistry:
     def get_trainer_class(cls, backend, stage="pretrain"):
         return cls._trainers[backend, stage]
 """
+PATCHES = """
+def register_patch(patch_id, *, description="", backend=None, phase=None):
+    def register(handler):
+        PATCHES[patch_id] = (backend, phase, handler)
+        return handler
+    return register
+
+PATCHES = {}
+"""
 TRAINER = """
 class {name}:
     def __init__(self, backend_args=None, **context):
@@ -63,6 +72,7 @@ def checkout(tmp_path: Path) -> Path:
     """A folder with a package `primus`."""
     files = {
         "core/backend/backend_registry.py": REGISTRY,
+        "core/patches/__init__.py": PATCHES,
         "backends/megatron/megatron_sft_trainer.py": TRAINER.format(name="MegatronSFTTrainer"),
         "backends/megatron/megatron_pretrain_trainer.py": TRAINER.format(name="MegatronPretrainTrainer"),
         "cli/main.py": CLI,
@@ -72,7 +82,7 @@ def checkout(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
         for folder in path.relative_to(tmp_path).parents:
-            (tmp_path / folder / "__init__.py").touch()
+            (tmp_path / folder / "__init__.py").touch(exist_ok=True)
     return tmp_path
 
 
@@ -223,6 +233,35 @@ make("sft").setup()
         expected += [f"odc_{stage} None {ours[stage]}"] * 2 + [f"odc_{stage} odc_nopad {ours[stage]}"]
     assert lines == expected
     assert (name, stock) == ("MegatronSFTTrainer", "stock setup")
+
+
+@pytest.mark.parametrize(
+    ("made", "keys", "message"),
+    [
+        ("sft", {}, None),
+        ("odc_sft", {"comm_backend": "odc_pad"}, None),
+        (None, {"comm_backend": "odc_pad", "trainer_class": "Flux"}, "comm_backend: odc_pad is set, but trainer_class: Flux leads"),
+        (None, {"comm_backend": "odc_pad", "stage": "mlperf_pretrain"}, "but stage: mlperf_pretrain leads"),
+    ],
+)
+def test_a_trainer_that_would_ignore_comm_backend_ends_the_job(
+    run: Run, made: str | None, keys: dict[str, str], message: str | None
+) -> None:
+    result = run(
+        REGISTERED
+        + f"""
+from primus.core.patches import PATCHES
+keys = {keys!r}
+if {made!r} is not None:
+    make({made!r}, **keys)
+backend, phase, handler = PATCHES["primus_odc.comm_backend_is_used"]
+assert (backend, phase) == ("megatron", "setup")
+handler(SimpleNamespace(extra={{"backend_args": SimpleNamespace(**keys)}}))
+print("went on")
+"""
+    )
+    assert (result.stdout == "went on\n") == (message is None), result.stderr
+    assert message is None or message in result.stderr
 
 
 @pytest.mark.parametrize("key", ["comm_backnd", "com_backend", "comm_backends", "comm-backend"])

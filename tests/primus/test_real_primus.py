@@ -194,7 +194,7 @@ print("CHECKED", check(SimpleNamespace(**params, world_size=int(sys.argv[2])), "
 @pytest.mark.parametrize(("model", "ranks", "layers"), [("1.5B", 8, 28), ("14B", 16, 48)])
 def test_presets_of_the_deepseek_models_pass_every_check(primus: Primus, model: str, ranks: int, layers: int, arm: str) -> None:
     preset = PRESET_FOLDER / f"sft_deepseek_r1_distill_qwen_{model}.yaml"
-    environment = {**os.environ, "ODC_ARM": arm, "DATA": "long.jsonl", "TOKENIZER": "tokenizer", "PYTHONPATH": str(primus.megatron)}
+    environment = {**os.environ, "ODC_ARM": arm, "ODC_DATA": "long.jsonl", "ODC_TOKENIZER": "tokenizer", "PYTHONPATH": str(primus.megatron)}
     command = [sys.executable, "-c", CHECK_PRESET, str(preset), str(ranks)]
     result = subprocess.run(command, env=environment, cwd=primus.workspace, capture_output=True, text=True, timeout=200)
     assert f"CHECKED {arm} {layers}\n" in result.stdout, result.stderr
