@@ -33,6 +33,10 @@ class Job:
         assert self.code == 0, self.tail()
         return read_step_log(self.folder)
 
+    def printed(self) -> str:
+        """What Primus and Megatron wrote below the level of the console, all ranks."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("logs/*/rank-*/debug.log")))
+
     def tail(self) -> str:
         """What to look at when the run went wrong."""
         errors = [line for line in self.output.splitlines() if "ERROR" in line or "Error" in line]
@@ -91,6 +95,6 @@ class Primus:
 
 
 def native_metrics(job: Job) -> list[tuple[str, str]]:
-    """(loss, gradient norm) of every iteration as Primus printed them, to the last digit."""
-    found = re.findall(r"lm loss: (\S+) \|.*?grad norm: (\S+) \|", job.output)
-    return [(loss, norm) for loss, norm in found]
+    """(loss, gradient norm) of every iteration as Megatron printed them, to the last digit."""
+    assert job.code == 0, job.tail()
+    return re.findall(r"lm loss: (\S+) \|.*?grad norm: (\S+) \|", job.printed())

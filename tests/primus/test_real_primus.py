@@ -83,8 +83,7 @@ def test_pretraining_is_what_primus_trains_without_the_plugin(primus: Primus, tr
     """All samples have equally many targets, so the mean of means of Primus' own objective on one rank is our objective."""
     words = ("--stage", "pretrain", "--comm_backend", "null", "--calculate_per_token_loss", "false", "--dataloader_type", "single")
     job = primus.run(1, PRESETS["pretrain"], *words, name="native", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert job.code == 0, job.tail()
-    assert "primus_odc.py" not in job.output
+    assert "primus_odc.py" not in job.printed()
     ours = trained("pretrain", 2, "odc_nopad").log().steps
     native = native_metrics(job)
     assert len(native) == len(ours) == 10
@@ -112,7 +111,7 @@ def test_two_runs_can_be_compared_from_their_logs(trained: Trained) -> None:
 def test_evaluation_is_the_same_in_every_arm(trained: Trained) -> None:
     losses = []
     for arm in ARMS:
-        lines = [line for line in trained("sft", 2, arm).output.splitlines() if "validation loss at iteration 10" in line]
+        lines = [line for line in trained("sft", 2, arm).printed().splitlines() if "validation loss at iteration 10" in line]
         losses.append(float(lines[0].partition("lm loss value: ")[2].split()[0]))
     assert losses == pytest.approx([losses[0]] * len(ARMS), rel=CLOSE)
 
@@ -149,17 +148,15 @@ def test_without_the_plugin_primus_stops(primus: Primus) -> None:
 
 
 def test_the_launcher_brings_the_plugin_where_entry_points_are_off(primus: Primus) -> None:
-    words = ("--train_iters", "1", "--eval_iters", "0")
+    words = ("--train_iters", "1", "--lr_warmup_iters", "0", "--eval_iters", "0")
     job = primus.run(2, PRESETS["sft"], *words, name="launched", TORCH_DEVICE_BACKEND_AUTOLOAD="0", LAUNCHER="primus_odc.primus.launch")
     assert len(job.log().steps) == 1
 
 
 @pytest.mark.parametrize("stage", ["pretrain"])
 def test_comm_backend_unset_is_the_same_training_as_without_the_plugin(primus: Primus, stage: str) -> None:
-    words = ("--stage", stage, "--comm_backend", "null", "--train_iters", "4", "--eval_iters", "0")
+    words = ("--stage", stage, "--comm_backend", "null", "--calculate_per_token_loss", "false", "--train_iters", "4", "--eval_iters", "0")
     jobs = [primus.run(2, PRESETS[stage], *words, name=f"unset{auto}", TORCH_DEVICE_BACKEND_AUTOLOAD=auto) for auto in ("0", "1")]
-    for job in jobs:
-        assert job.code == 0, job.tail()
     assert native_metrics(jobs[0]) == native_metrics(jobs[1])
     assert len(native_metrics(jobs[0])) == 4
 
