@@ -35,7 +35,7 @@ from primus_odc.megatron.meter import Meter
 from primus_odc.megatron.on_demand import MeteredEngine
 from primus_odc.megatron.wrapper import OnDemand, SummedGradients
 from primus_odc.primus.plan import MinibatchSource, StepPlan
-from primus_odc.primus.report import StepReporter
+from primus_odc.primus.report import SAME_DATA, StepReporter
 from primus_odc.versions import MEGATRON
 
 logger = logging.getLogger("primus_odc")
@@ -185,10 +185,7 @@ class ArmLoop:
                 f"ranks {other} train in arm {sorted({found[r][0] for r in other})}, rank 0 in {found[0][0]}: use one YAML on all"
             )
         if other := [rank for rank, (_, _, digest) in enumerate(found) if digest != found[0][2]]:
-            raise PlanError(
-                f"step {plan.step + 1}: ranks {other} hold another minibatch than rank 0; every rank needs the same data, configuration "
-                "and version of primus_odc and numpy"
-            )
+            raise PlanError(f"step {plan.step + 1}: ranks {other} hold another minibatch than rank 0; {SAME_DATA}")
         self._agreed = True
         if dist.get_rank() == 0:
             logger.info("all %d ranks train in arm %s on the same first minibatch", dist.get_world_size(), self._comm.arm)

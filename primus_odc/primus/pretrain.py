@@ -88,7 +88,7 @@ def datasets_provider(
             raise DataError("the training dataset is empty: set data_path, or mock_data: true")
         source = PretrainSource(train, args, policy=policy, cost_model=cost_model, max_tokens=max_tokens)
         use(source, train)
-        if args.eval_iters == 0 or valid is None or len(valid) == 0:
+        if not args.eval_iters or valid is None or len(valid) == 0:
             return source, None, None
         evaluated = args.eval_iters * args.global_batch_size
         cycle = EvaluationCycle(

@@ -73,6 +73,7 @@ _ALWAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_torch_compile": ((False, None), _UNTESTED),
     "warmup_train_steps": ((0, None), "it trains on batches that no plan holds"),
     "use_mup": ((False, None), _UNTESTED),
+    "model_type": (("gpt", None), _UNTESTED),
 }
 _SFT: dict[str, tuple[tuple[Any, ...], str]] = {
     "micro_batch_size": ((1,), "microbatches are packed by tokens, see odc.max_tokens_per_microbatch"),

@@ -6,6 +6,7 @@ moved. The step log is the standalone trainer's, ``steps.jsonl`` in the folder o
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from primus_odc.errors import DataError
+from primus_odc.errors import DataError, PlanError
 from primus_odc.fsdp.engine import Engine
 from primus_odc.megatron.meter import Meter
 from primus_odc.megatron.on_demand import MeteredEngine
@@ -25,6 +26,7 @@ from primus_odc.report.machine import describe_machine, describe_versions
 logger = logging.getLogger("primus_odc")
 
 _MIB = 2**20
+SAME_DATA = "every rank needs the same data, configuration and version of primus_odc and numpy"
 
 
 class StepReporter:
@@ -110,13 +112,19 @@ class StepReporter:
             seconds: wall time on this rank.
             engine: None on collectives.
             skipped: Megatron took no optimizer step.
+
+        Raises:
+            PlanError: on every rank, if the ranks trained on different minibatches.
         """
         exposed = self._meter.exposed_s
         moved = engine.bytes_moved() if isinstance(engine, MeteredEngine) else (self._meter.bytes_gathered, self._meter.bytes_reduced)
         own = [exposed - self._exposed_s, *(float(now - before) for now, before in zip(moved, self._bytes, strict=True))]
         self._exposed_s, self._bytes = exposed, moved
         self._next_step = plan.step + 1
-        ranks = self._exchange(own)
+        # 48 bits of the digest: a float64 holds them exactly.
+        ranks = self._exchange([*own, float(int(hashlib.sha256(plan.digest.encode()).hexdigest()[:12], 16))])
+        if different := [number for number, rank in enumerate(ranks) if rank[3] != ranks[0][3]]:
+            raise PlanError(f"step {plan.step + 1}: ranks {different} trained on another minibatch than rank 0; {SAME_DATA}")
         waited = [rank[0] for rank in ranks]
         self._write(
             StepRecord(

@@ -8,6 +8,7 @@ each other, with TransformerEngine by its own means, without it by :class:`~prim
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,12 +23,14 @@ from primus_odc.data.packing import pack_microbatch
 from primus_odc.errors import DataError
 from primus_odc.megatron.loss import CrossEntropyHead
 from primus_odc.megatron.microbatch import Microbatch, PackedSamples
-from primus_odc.megatron.minibatch import MinibatchFactory
+from primus_odc.megatron.minibatch import Minibatch, MinibatchFactory
 from primus_odc.planning import CostModel, Policy
 from primus_odc.primus.evaluation import EvaluationCycle
 from primus_odc.primus.loop import LOSS
 from primus_odc.primus.plan import StepPlan
 from primus_odc.primus.refusals import Checked
+
+logger = logging.getLogger("primus_odc")
 
 # Megatron imports it when it builds the model.
 _LOCAL_LAYER = ("primus_odc.primus.layer_spec", "LAYER")
@@ -69,6 +72,7 @@ class SftSource:
             first_step=args.iteration,
         )
         self._left: Iterator[Microbatch] = iter(())
+        self._warned_masked = False
 
     def begin(self, step: int, consumed_samples: int) -> StepPlan:
         before = self._stream.consumed_samples
@@ -76,6 +80,7 @@ class SftSource:
         if before != consumed_samples:
             raise DataError(f"step {step + 1} begins after {consumed_samples} samples for Megatron, after {before} for the data")
         self._left = iter(minibatch.microbatches)
+        self._warn_masked(minibatch)
         return StepPlan(
             step=step,
             counts=minibatch.counts,
@@ -84,6 +89,19 @@ class SftSource:
             samples=len(minibatch.sample_ids),
             digest=minibatch.digest,
         )
+
+    def _warn_masked(self, minibatch: Minibatch) -> None:
+        # A microbatch of one token is the padding of a rank short of work, or as good as that.
+        masked = [n for n, microbatch in enumerate(minibatch.microbatches) if not microbatch.num_targets and microbatch.tokens.shape[1] > 1]
+        if masked and minibatch.target_tokens and not self._warned_masked:
+            self._warned_masked = True
+            logger.warning(
+                "step %d: no sample of microbatch %d of rank %d has a target token; such microbatches add nothing to loss and gradient and "
+                "are not mentioned again",
+                minibatch.step + 1,
+                masked[0],
+                dist.get_rank(),
+            )
 
     def close(self) -> None:
         self._factory.close()
@@ -119,7 +137,7 @@ def datasets_provider(
             dataset, args, checked.params, policy=policy, cost_model=cost_model, max_tokens=checked.max_tokens, device=device
         )
         use(source, dataset)
-        if args.eval_iters == 0:
+        if not args.eval_iters:
             return source, None, None
         held_out = build("validation")
 

@@ -135,3 +135,6 @@ def _megatron() -> None:
     # Megatron finds the optimizer's state by the identity of the local tensor, which torch 2.13 makes anew at each to_local().
     optimizer: Any = importlib.import_module("megatron.core.dist_checkpointing.optimizer")
     optimizer.to_local_if_dtensor = lambda value: getattr(value, "_local_tensor", value)
+    # Megatron's report on reruns names attributes that its record does not have.
+    caller: Any = importlib.import_module("megatron.core.rerun_state_machine").Caller
+    caller.filename, caller.lineno = "", 0

@@ -4,6 +4,7 @@ left out of a step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +137,25 @@ def test_ranks_with_other_plans_stop_before_the_first_pass() -> None:
         run_workers(_disagree, 2)
     assert len(caught.value.tracebacks) == 2
     assert all(f"{PlanError.__name__}: step 1: ranks [1] hold another minibatch" in text for text in caught.value.tracebacks.values())
+
+
+def _drift(rank: int, ranks: int) -> None:
+    run = Run("odc_nopad", (EQUAL, EQUAL), rank, ranks)
+    begin = run.source.begin
+
+    def begin_and_drift(step: int, consumed_samples: int) -> Any:
+        plan = begin(step, consumed_samples)
+        return replace(plan, digest=f"step {step} of rank {rank}") if step == 1 else plan
+
+    run.source.begin = begin_and_drift  # type: ignore[method-assign]
+    run.train()
+
+
+def test_ranks_whose_plans_drift_apart_stop_after_that_step() -> None:
+    with pytest.raises(WorkerFailedError) as caught:
+        run_workers(_drift, 2)
+    assert len(caught.value.tracebacks) == 2
+    assert all(f"{PlanError.__name__}: step 2: ranks [1] trained on another" in text for text in caught.value.tracebacks.values())
 
 
 def _unwrapped(rank: int, ranks: int) -> None:
