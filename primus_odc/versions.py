@@ -40,7 +40,7 @@ class TestedRange:
 
 TORCH = TestedRange(module="torch", package="torch", first=(2, 11), end=(2, 14))
 MEGATRON = TestedRange(module="megatron.core", package="megatron-core", first=(0, 16), end=(0, 17))
-PRIMUS = TestedRange(module="primus", package="primus", first=(26, 5), end=(26, 6), advice="check out AMD-AGI/Primus at v26.5")
+PRIMUS = TestedRange(module="primus", package="primus", first=(26, 5), end=(26, 6), advice="use AMD-AGI/Primus 26.5")
 
 # The public methods of FSDPModule the engine stands on, with the parameters it passes.
 FSDP2_HOOKS: dict[str, tuple[str, ...]] = {
