@@ -1,4 +1,4 @@
-"""The versions of torch and megatron-core this release was tested with, enforced at run time.
+"""The versions of torch, megatron-core and Primus this release was tested with, enforced at run time.
 
 They are no hard dependencies: inside a Primus image both are there already and must not be changed. So what is really imported is looked
 at, before anything relies on it, and anything else than the tested range is refused with the version found, the range and what to
@@ -31,12 +31,16 @@ class TestedRange:
     first: tuple[int, int]
     end: tuple[int, int]
 
+    advice: str = ""
+    """What to do about another version; empty: install one with pip."""
+
     def __str__(self) -> str:
         return f"{self.package}>={self.first[0]}.{self.first[1]},<{self.end[0]}.{self.end[1]}"
 
 
 TORCH = TestedRange(module="torch", package="torch", first=(2, 11), end=(2, 14))
 MEGATRON = TestedRange(module="megatron.core", package="megatron-core", first=(0, 16), end=(0, 17))
+PRIMUS = TestedRange(module="primus", package="primus", first=(26, 5), end=(26, 6), advice="use AMD-AGI/Primus 26.5")
 
 # The public methods of FSDPModule the engine stands on, with the parameters it passes.
 FSDP2_HOOKS: dict[str, tuple[str, ...]] = {
@@ -70,6 +74,15 @@ def require_megatron() -> None:
     _require(MEGATRON)
 
 
+def require_primus() -> None:
+    """Refuse a Primus that is missing or outside the tested range.
+
+    Raises:
+        VersionError: with the version found, the range, and what to check out.
+    """
+    _require(PRIMUS)
+
+
 def require_fsdp2() -> None:
     """Refuse a torch whose FSDP2 lacks a hook the engine needs, or takes other parameters for it; includes :func:`require_torch`.
 
@@ -100,7 +113,7 @@ def _require(tested: TestedRange) -> ModuleType:
 
 
 def _advice(tested: TestedRange) -> str:
-    return f"install one of the range, for example: pip install '{tested}'"
+    return tested.advice or f"install one of the range, for example: pip install '{tested}'"
 
 
 def _misfit(module_class: type, name: str, wanted: tuple[str, ...]) -> str | None:

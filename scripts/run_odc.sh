@@ -9,8 +9,8 @@ usage: bash scripts/run_odc.sh
 Without arguments: makes .venv in the checkout once, installs the package there (with a CPU build of torch where there is neither a
 CUDA nor a ROCm device) and runs the quickstart comparison, configs/quickstart.yaml; the result is output/compare/index.html.
 
-With a config: installs nothing and trains with the Python at hand. The words after the config override its keys; all that is wrong with
-them is told before any process starts.
+With a config: installs nothing and trains with the Python at hand. The words after the config override its keys. With PRIMUS_PATH set,
+Primus trains it with the primus_odc plugin, else the standalone trainer, which first tells all that is wrong with the keys.
 
 Environment of a training run, as torchrun knows it:
   GPUS_PER_NODE  processes on this node     (default: the GPUs that torch sees; without any, min(cores, 4) CPU processes)
@@ -18,6 +18,7 @@ Environment of a training run, as torchrun knows it:
   NODE_RANK      this node, from 0          (default: 0)
   MASTER_ADDR    host of node 0             (needed with several nodes)
   MASTER_PORT    a free TCP port there      (default: any free port on one node, 29500 on several)
+  PRIMUS_PATH    checkout of AMD-AGI/Primus (default: none, the standalone trainer)
 
 Environment of both:
   PYTHON         interpreter                (default: python, else python3)
@@ -56,9 +57,22 @@ import torch
 print(torch.cuda.device_count() or min(len(os.sched_getaffinity(0)), 4))
 '
 
+# Prints Primus' word for the trainer module of config $1.
+primus_kind() {
+    if grep -Eq '^[[:space:]]*pre_trainer[[:space:]]*:' "$1"; then echo pretrain; else echo posttrain; fi
+}
+
 launch() {
-    local config=$1 python found status=0 processes nodes node_rank port rendezvous
+    local config=$1 python found status=0 processes nodes node_rank port rendezvous job
     [[ -f $config ]] || die "no such config: $config"
+    shift
+    if [[ -z ${PRIMUS_PATH:-} ]]; then
+        job=(primus_odc train "$config")
+    else
+        [[ -f $PRIMUS_PATH/primus/cli/main.py ]] || die "PRIMUS_PATH=$PRIMUS_PATH is no checkout of Primus"
+        # Either word finds either module; the right one names the log's folder.
+        job=(primus_odc.primus.launch train "$(primus_kind "$config")" --config "$config")
+    fi
     nodes=$(number NNODES 1 1 100000)
     node_rank=$(number NODE_RANK 0 0 $((nodes - 1)))
     python=$(find_python)
@@ -78,10 +92,12 @@ launch() {
         # A free port, so that two runs on one host do not meet; the loopback address, because a host name need not resolve.
         rendezvous=(--standalone --local-addr 127.0.0.1)
     fi
-    # Once and before any rank starts: what is wrong is one message, without torchrun's report of every process.
-    "$python" -m primus_odc train --check "$@" || exit
-    say "$nodes node(s) with $processes process(es) each, $python"
-    exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m primus_odc train "$@"
+    if [[ -z ${PRIMUS_PATH:-} ]]; then
+        # Once and before any rank starts: what is wrong is one message, without torchrun's report of every process.
+        "$python" -m primus_odc train --check "$config" "$@" || exit
+    fi
+    say "$nodes node(s) with $processes process(es) each, $python${PRIMUS_PATH:+, Primus at $PRIMUS_PATH}"
+    exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m "${job[@]}" "$@"
 }
 
 case ${1:-} in
@@ -90,13 +106,10 @@ case ${1:-} in
         exit 0
         ;;
 esac
-if [[ -n ${PRIMUS_PATH:-} ]]; then
-    die "PRIMUS_PATH is set, but launching through Primus is not in this version: unset PRIMUS_PATH to use the standalone trainer;" \
-        "to let that read a YAML with presets of Primus, keep PRIMUS_PATH and start 'torchrun -m primus_odc train' yourself"
-fi
 case ${1:-} in
     '')
         (($# == 0)) || die "the config's name is empty"
+        [[ -z ${PRIMUS_PATH:-} ]] || die "PRIMUS_PATH is set, and Primus needs a config; unset PRIMUS_PATH for the quickstart comparison"
         quickstart
         ;;
     -*)

@@ -93,8 +93,8 @@ def test_help_explains_the_variables(launch: Launch) -> None:
         (["config.yaml"], {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         (["config.yaml"], {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a number from 1 to 65535"),
         (["config.yaml"], {"PYTHON": "no-such-python"}, "PYTHON=no-such-python is not a program"),
-        (["config.yaml"], {"PRIMUS_PATH": "/somewhere"}, "unset PRIMUS_PATH to use the standalone trainer"),
-        ([], {"PRIMUS_PATH": "/somewhere"}, "unset PRIMUS_PATH to use the standalone trainer"),
+        (["config.yaml"], {"PRIMUS_PATH": "/somewhere"}, "PRIMUS_PATH=/somewhere is no checkout of Primus"),
+        ([], {"PRIMUS_PATH": "/somewhere"}, "PRIMUS_PATH is set, and Primus needs a config"),
     ],
 )
 def test_refusals_start_nothing(launch: Launch, arguments: list[str], variables: dict[str, str], message: str) -> None:
@@ -116,6 +116,17 @@ def test_everything_is_checked_before_any_process_starts(launch: Launch) -> None
     assert result.stdout.splitlines()[0] == 'CHECKED ["train", "--check", "config.yaml", "--train_iters", "5"]'
     result = launch("config.yaml", STUB_CHECK_EXIT="2")
     assert result.returncode == 2 and "STARTED" not in result.stdout
+
+
+@pytest.mark.parametrize(("module", "word"), [("pre_trainer", "pretrain"), ("post_trainer", "posttrain")])
+def test_primus_runs_the_config_where_its_path_is_given(launch: Launch, tmp_path: Path, module: str, word: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"modules:\n  {module}:\n    framework: megatron\n")
+    (tmp_path / "checkout/primus/cli").mkdir(parents=True)
+    (tmp_path / "checkout/primus/cli/main.py").touch()
+    result = launch("config.yaml", "--train_iters", "5", GPUS_PER_NODE="3", PRIMUS_PATH=str(tmp_path / "checkout"), STUB_EXIT="7")
+    assert result.returncode == 7, result.stderr
+    own = ["-m", "primus_odc.primus.launch", "train", word, "--config", "config.yaml", "--train_iters", "5"]
+    assert started(result) == ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "3", *own]
 
 
 def test_several_nodes_meet_at_the_master(launch: Launch) -> None:

@@ -98,10 +98,14 @@ class OnDemand(SummedGradients):
     def zero_grad_buffer(self) -> None:
         """Begin a minibatch; every rank calls it, also one that will run no microbatch. A rerun of a minibatch begins anew."""
         if self.engine is None:
-            self.engine = Engine(self.module, self._odc)
+            self.engine = self.make_engine(self._odc)
         self.module.zero_grad()
         self.engine.begin_minibatch(self.num_microbatches)
         self._unpublished = False
+
+    def make_engine(self, odc: OdcConfig) -> Engine:
+        """The engine to attach; overridden by loops that want another kind."""
+        return Engine(self.module, odc)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped model's; an evaluation between two minibatches is the first that needs the new parameters, and publishes them."""

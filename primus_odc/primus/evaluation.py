@@ -1,0 +1,32 @@
+"""Validation in lockstep: Primus evaluates with one fixed number of microbatches on every rank, over collectives or on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class EvaluationCycle:
+    """An iterator over this rank's microbatches of one evaluation, again and again, so that every evaluation sees the same samples.
+
+    Args:
+        make: makes a microbatch of dataset indices.
+        samples: size of the dataset; where an evaluation has more, it begins anew.
+        per_evaluation: samples of one evaluation over all ranks, a multiple of ``micro_batch_size * ranks``.
+    """
+
+    def __init__(
+        self, make: Callable[[Sequence[int]], Any], samples: int, per_evaluation: int, micro_batch_size: int, rank: int, ranks: int
+    ) -> None:
+        self._make, self._samples = make, samples
+        self._micro_batch_size, self._rank, self._ranks = micro_batch_size, rank, ranks
+        self._length = per_evaluation // (micro_batch_size * ranks)
+        self._position = 0
+
+    def __iter__(self) -> EvaluationCycle:
+        return self
+
+    def __next__(self) -> Any:
+        first = (self._position * self._ranks + self._rank) * self._micro_batch_size
+        self._position = (self._position + 1) % self._length
+        return self._make([(first + i) % self._samples for i in range(self._micro_batch_size)])
