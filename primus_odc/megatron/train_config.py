@@ -64,7 +64,7 @@ class TrainConfig:
 
 def _switch(value: Any) -> Any:
     """A block that is switched off (Primus' ``lora: {enabled: false, ...}``) is as good as false."""
-    return False if isinstance(value, Mapping) and value.get("enabled") is False else value
+    return False if isinstance(value, Mapping) and "enabled" in value and not value["enabled"] else value
 
 
 def parse_train(params: Mapping[str, Any]) -> TrainConfig:

@@ -37,7 +37,7 @@ def test_unknown_keys_are_answered_with_the_nearest(typo: str, meant: str) -> No
 
 def test_a_block_that_is_switched_off_asks_for_nothing() -> None:
     parse_train({**LOOP, "lora": {"enabled": False, "dim": 32}})
-    with pytest.raises(ConfigError, match="lora: .* is not supported"):
+    with pytest.raises(ConfigError, match=r"lora: .* is not supported"):
         parse_train({**LOOP, "lora": {"enabled": True, "dim": 32}})
 
 
