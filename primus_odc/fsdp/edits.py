@@ -1,6 +1,7 @@
 """Finds parameters that were edited after they were published: their peers would compute with other values than their owner.
 
-The first gather of a unit in an epoch compares FSDP2's own slice with what this rank published. In host memory the answer is there at
+The first gather of a unit in an evaluation or a minibatch compares FSDP2's own slice with what this rank published; units that a minibatch
+did not gather are compared when it settles. In host memory the answer is there at
 once. On a device asking for it would make the host wait for its own device at every unit: the answers are collected there, fetched when the
 minibatch settles, and told when the next epoch is published, before anything is computed with it.
 """
@@ -30,8 +31,16 @@ class EditCheck:
             self._fetched = torch.zeros(len(names), dtype=torch.bool, pin_memory=True)
             self._arrived = lanes.event()
 
+    def renew(self) -> None:
+        """A minibatch begins: what was found before says nothing about edits since."""
+        self._checked = [0] * len(self._names)
+
+    def unchecked(self, epoch: int) -> list[int]:
+        """Groups that were not compared since then."""
+        return [group for group, checked in enumerate(self._checked) if checked != epoch]
+
     def compare(self, group: int, own: torch.Tensor, published: torch.Tensor, epoch: int) -> None:
-        """Compare the bytes FSDP2 is about to use with the published ones, once per epoch and group.
+        """Compare the bytes that are used now with the published ones, once per group until :meth:`renew`.
 
         Raises:
             ProtocolError: they differ (host memory).

@@ -144,6 +144,7 @@ class Engine:
             self._protocol.begin()
             self._reshard()  # an evaluation may have left modules unsharded, and with them out of reach what the user did to .grad
             self._gradients.adopt()
+            self._edits.renew()
             for reducer in self._reducers:
                 reducer.reset()
             if self._reference is not None:
@@ -171,6 +172,9 @@ class Engine:
             self._tracker.end()
             for reducer in self._reducers:
                 reducer.require_reduced()
+            for g in self._edits.unchecked(self._protocol.epoch):
+                if self._units[g].spec.shards > 1:
+                    self._edits.compare(g, self._plane.current_shard(g), self._plane.own_shard(g), self._protocol.epoch)
             for g in range(len(self._units)):
                 self._declare(g)
             lanes = self._plane.lanes
@@ -195,7 +199,7 @@ class Engine:
             if self._reference is not None:
                 self._compare_shards()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
@@ -205,11 +209,14 @@ class Engine:
         clip(self._gradients, norm, max_norm)
         return norm.to(torch.float32)
 
-    def grad_norm(self, norm_type: float = 2.0) -> float:
+    def grad_norm(self, norm_type: float | str = 2.0) -> float:
         """Global gradient norm over all shards, in fp64; called on every rank after settle."""
         return float(self._norm(norm_type))
 
-    def _norm(self, norm_type: float) -> torch.Tensor:
+    def _norm(self, norm_type: float | str) -> torch.Tensor:
+        norm_type = float(norm_type)  # torch takes "inf" too
+        if not norm_type > 0.0:
+            raise ValueError(f"norm_type is {norm_type:g}; a positive number or inf is needed")
         with self._guard("grad_norm of all groups"):
             epoch = self._protocol.epoch
             if self._protocol.state is State.ACTIVE:

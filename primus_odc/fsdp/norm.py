@@ -23,20 +23,23 @@ def global_norm(
 ) -> torch.Tensor:
     """The norm as a 0-dim fp64 tensor where the gradients are; every rank of the shard group makes the call, after settle.
 
-    Sums are fp64, in rank order (host) or in the collective library's (device): equal on all ranks in any case.
+    Sums are fp64 and equal on all ranks; a NaN on any rank makes the norm NaN, whatever ``norm_type``.
     """
     mine = gradients.local_power_sum(norm_type)
     if mine.device.type == "cpu":
-        parts = exchange_scalar(heap, protocol, float(mine), operation)
-        total = max(parts) if math.isinf(norm_type) else math.fsum(parts)
-        mine = torch.tensor(total, dtype=torch.float64)
+        parts = torch.tensor(exchange_scalar(heap, protocol, float(mine), operation), dtype=torch.float64)
     else:
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=mesh.shard_group)
-    return mine if math.isinf(norm_type) else mine.pow(1.0 / norm_type)
+        # Every rank's number in a place of its own: sums keep rank order, and a maximum does not lose a NaN in the library's comparison.
+        parts = torch.zeros(mesh.shards, dtype=torch.float64, device=mine.device)
+        parts[mesh.shard_index] = mine
+        dist.all_reduce(parts, group=mesh.shard_group)
+    return parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
 
 
 def clip(gradients: GradientStore, norm: torch.Tensor, max_norm: float) -> None:
     """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``; a norm that is not a number reaches every gradient."""
+    if math.isinf(max_norm):
+        return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if factor.device.type == "cpu" and float(factor) == 1.0:
         return  # on a device asking would make the host wait

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
+import weakref
 from collections.abc import Iterable
 
 from primus_odc.primitives.lanes import Lanes
@@ -27,31 +27,31 @@ def run(heap: SymmetricHeap, steps: Iterable[Effect]) -> None:
 class ProgressThread:
     """(owner mode) Adds arrivals and returns credits while the owner computes, so that no source waits for the owner's own progress.
 
-    An error in it aborts the heap: every rank, this one included, then fails in its next wait.
+    An error in it aborts the heap: every rank, this one included, then fails in its next wait. The thread ends with :meth:`stop`, with the
+    interpreter, and when this object is dropped, which it does not keep alive.
     """
 
     def __init__(self, heap: SymmetricHeap, protocol: RankProtocol, lanes: Lanes) -> None:
         self._heap = heap
         self._protocol = protocol
-        self._lanes = lanes
-        self._stopping = threading.Event()
         self._error: BaseException | None = None
         self._sources = [r for r in protocol.t.peers if r != heap.rank]
-        self._thread = threading.Thread(target=self._run, name="primus-odc-progress", daemon=True)
+        stopping = threading.Event()
+        self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), lanes, stopping), name="primus-odc-progress", daemon=True)
+        # Also at exit: a daemon thread that the interpreter stops inside a tensor operation aborts the process ("terminate called"), which
+        # would hide the exit code and the traceback of a rank that ends in the middle of a minibatch.
+        self._finalizer = weakref.finalize(self, _stop, self._thread, stopping, heap.timeout_s)
         self._thread.start()
-        # A daemon thread that the interpreter stops inside a tensor operation aborts the process ("terminate called"), which would hide
-        # the exit code and the traceback of a rank that ends in the middle of a minibatch.
-        atexit.register(self.stop)
 
-    def _run(self) -> None:
+    def serve(self) -> None:
+        """Add everything that has arrived."""
         try:
-            with self._lanes.serving():
-                while not self._stopping.wait(PROGRESS_S):
-                    for source in self._sources:
-                        run(self._heap, self._protocol.serve(self._heap.words.read, source))
-        except BaseException as error:  # noqa: BLE001  # handed to the main thread, which raises it
-            self._error = error
+            for source in self._sources:
+                run(self._heap, self._protocol.serve(self._heap.words.read, source))
+        except BaseException as error:
+            self._error = error  # handed to the main thread, which raises it
             self._heap.abort(str(error))
+            raise
 
     def check(self) -> None:
         """Raise what ended the thread, if anything did."""
@@ -59,7 +59,24 @@ class ProgressThread:
             raise self._error
 
     def stop(self) -> None:
-        """End the thread; also done when the interpreter exits."""
-        atexit.unregister(self.stop)
-        self._stopping.set()
-        self._thread.join(timeout=self._heap.timeout_s)
+        """End the thread."""
+        self._finalizer()
+
+
+def _serve(reference: weakref.ref[ProgressThread], lanes: Lanes, stopping: threading.Event) -> None:
+    with lanes.serving():
+        while not stopping.wait(PROGRESS_S):
+            progress = reference()
+            if progress is None:
+                return
+            try:
+                progress.serve()
+            except BaseException:  # noqa: BLE001  # kept and told by ProgressThread.serve
+                return
+            del progress  # or the last reference might be this thread's
+
+
+def _stop(thread: threading.Thread, stopping: threading.Event, timeout_s: float) -> None:
+    stopping.set()
+    if threading.current_thread() is not thread:  # the garbage collector may run in any thread
+        thread.join(timeout=timeout_s)

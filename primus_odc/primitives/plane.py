@@ -134,6 +134,18 @@ class ArenaPlane:
         if self.groups[group].shards == 1:
             return  # nobody gathers from a shard group of one
         mine = self._shards[self.t.rank][group]
+        self._copy_shard(group, mine)
+        if self.verify:
+            self.heap.words.put("shard_sum", checksum(mine, epoch), group)
+
+    @torch.no_grad()
+    def current_shard(self, group: int) -> torch.Tensor:
+        """What this rank would publish of ``group`` now: uint8 ``[shard_nbytes]``, ordinary memory."""
+        mine = torch.zeros(self.groups[group].shard_nbytes, dtype=torch.uint8, device=self.heap.device)
+        self._copy_shard(group, mine)
+        return mine
+
+    def _copy_shard(self, group: int, mine: torch.Tensor) -> None:
         places, values = [], []
         for i, p in enumerate(self.groups[group].params):
             local = self._read_shard_of(group, i).reshape(-1)
@@ -145,8 +157,6 @@ class ArenaPlane:
                 values.append(local)
         if places:
             torch._foreach_copy_(places, values)
-        if self.verify:
-            self.heap.words.put("shard_sum", checksum(mine, epoch), group)
 
     def read_shard(self, owner: int, group: int, epoch: int, into: Any) -> None:
         """``into(owner)`` gives ``[(start byte, stop byte, destination)]`` of the owner's shard (see :mod:`primus_odc.fsdp.gather`)."""

@@ -132,8 +132,17 @@ def norms_of_what_is_not_finite() -> None:
     assert grad is not None
     grad.to_local().fill_(float("inf"))  # type: ignore[attr-defined]
     assert engine.grad_norm() == float("inf")
-    grad.to_local().fill_(float("nan"))  # type: ignore[attr-defined]
-    assert engine.grad_norm() != engine.grad_norm()
+    assert engine.clip_grad_norm_(float("inf")) == float("inf")
+    others = [p.grad.to_local() for p in list(model.parameters())[1:] if p.grad is not None]  # type: ignore[attr-defined]
+    assert all(bool(other.isfinite().all()) for other in others), "max_norm=inf only measures"
+    for bad in range(2):
+        grad.to_local().fill_(float("nan") if dist.get_rank() == bad else 1.0)  # type: ignore[attr-defined]
+        for norm_type in (2.0, 1.0, "inf"):
+            norm = engine.grad_norm(norm_type)
+            assert norm != norm, (bad, norm_type)
+    for norm_type in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="norm_type"):
+            engine.grad_norm(norm_type)
     engine.detach()
 
 
@@ -237,16 +246,17 @@ def deterministic_is_bit_identical() -> None:
 
 def a_dropped_engine_is_freed() -> None:
     threads = threading.active_count()
-    for _ in range(3):
+    for accumulate in ("local", "owner", "owner"):
         model = shard(tiny_model())
-        engine = primus_odc.attach(model)
+        engine = primus_odc.attach(model, accumulate=accumulate)
+        _run(engine, model, 0)
         dist.barrier()
         reference = weakref.ref(engine)
         del model, engine
         gc.collect()
         assert reference() is None
         dist.barrier()
-    assert threading.active_count() == threads  # the watchers have ended too
+    assert threading.active_count() == threads  # watchers and progress threads have ended too
 
 
 def memory_is_what_the_formula_says() -> None:

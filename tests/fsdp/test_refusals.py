@@ -135,6 +135,30 @@ def _edit_without_publish(model: Tiny, engine: Engine) -> None:
     _backward(model)
 
 
+def _edit_after_evaluation(model: Tiny, engine: Engine) -> None:
+    """The evaluation saw the published values; what counts is what the minibatch would use."""
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+    model.reshard()  # type: ignore[operator]
+    _edit_without_publish(model, engine)
+
+
+def an_edit_on_a_rank_without_microbatches() -> None:
+    """Nothing is gathered where the edit was made, and everything that the others compute is wrong."""
+    model, engine = _attached()
+    with torch.no_grad():
+        model.head.weight.mul_(2.0)
+    engine.begin_minibatch(dist.get_rank())
+    dist.barrier()
+
+    def minibatch() -> None:
+        if dist.get_rank():
+            _backward(model)
+        engine.settle()
+
+    _refused(minibatch, (ProtocolError, PeerError), "changed after they were published", "publish()")
+
+
 def _clip_before_settle(model: Tiny, engine: Engine) -> None:
     engine.begin_minibatch(1)
     _backward(model)
@@ -184,6 +208,8 @@ ON_TWO: dict[str, Callable[[], None]] = {
     "attached_twice": attached_twice,
     "forward_after_settle": wrong_order(_forward_after_settle, "gather of group", "publish()"),
     "edit_without_publish": wrong_order(_edit_without_publish, "changed after they were published", "publish()"),
+    "edit_after_evaluation": wrong_order(_edit_after_evaluation, "changed after they were published", "publish()"),
+    "an_edit_on_a_rank_without_microbatches": an_edit_on_a_rank_without_microbatches,
     "unfreeze_after_attach": _unfreeze_after_attach,
     "an_error_on_one_rank_ends_the_others_with_its_reason": an_error_on_one_rank_ends_the_others_with_its_reason,
     "offloaded_parameters": offloaded_parameters,

@@ -82,7 +82,7 @@ class BusyProtocol:
             yield Do(lambda: accumulator.add_(1.0))
 
 torch.set_num_threads(1)
-ProgressThread(RecordingHeap(), BusyProtocol(), Lanes(torch.device("cpu"), 2, True))
+progress = ProgressThread(RecordingHeap(), BusyProtocol(), Lanes(torch.device("cpu"), 2, True))
 while not accumulator[0]:
     time.sleep(0.001)
 raise SystemExit(3)
