@@ -38,6 +38,7 @@ STAGES = (
     Stage(name="run", check="configuration", limit_s=12),
     Stage(name="memory", check="engine memory", limit_s=8, broken="note"),
 )
+COMMAND = (sys.executable, "-m", "primus_odc.doctor.stages")
 _MACHINE_ONLY = ("packages", "gpus")
 _MORE_TIME = "primus-odc doctor --time-limit 120"
 
@@ -87,7 +88,7 @@ def _one_child(
 
 def _start(stages: Sequence[Stage], job: Job, environment: Mapping[str, str], write_end: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "primus_odc.doctor.stages", str(write_end)],
+        [*COMMAND, str(write_end)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=errors,

@@ -129,7 +129,7 @@ def _judge(job: Job, run: Run, groups: list[Any]) -> Finding:
         return Finding(
             check="engine memory", severity="note", found=found, setting="odc.memory_budget_gib decides instead", details=details
         )
-    if arena <= free:
+    if total <= free:
         return Finding(check="engine memory", severity="ok", found=found, details=details)
     setting = f"free is {free / GIB:.3f} GiB a rank: "
     setting += "odc.accumulate: owner, more ranks" if choices.accumulate == "local" else "more ranks" if not on_cpu else "fewer ranks"
