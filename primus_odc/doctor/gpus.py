@@ -42,7 +42,8 @@ def _none_seen(torch: Any) -> Finding:
         check="GPUs",
         severity="note",
         found=f"torch sees none, but {', '.join(files)} {'exist' if len(files) > 1 else 'exists'}; this torch is a {build} build",
-        setting=f"a torch built for these GPUs, a driver that answers nvidia-smi or rocm-smi, and check {_VISIBLE}",
+        setting="a torch built for these GPUs, a driver that answers nvidia-smi or rocm-smi, for AMD the groups video and render; check "
+        + _VISIBLE,
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from primus_odc.doctor.finding import Finding, Severity
 from primus_odc.doctor.job import Job
 from primus_odc.doctor.limits import Check
+from primus_odc.doctor.system import gpu_files
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 _LIMIT_S = 5.0
@@ -127,7 +128,10 @@ def check_master(job: Job, environment: Mapping[str, str]) -> list[Finding]:
     found = f"{master} resolves to {', '.join(addresses)}"
     if job.nodes > 1 and any(ipaddress.ip_address(address).is_loopback for address in addresses):
         setting = "set MASTER_ADDR to an address of node 0 that all nodes reach"
-        return [Finding(check="MASTER_ADDR", severity="problem", found=f"{found}: every node would wait at itself", setting=setting)]
+        if environment.get("NODE_RANK", "0") == "0":
+            # Debian gives a host its own name at 127.0.1.1; node 0 finds itself there.
+            return [Finding(check="MASTER_ADDR", severity="note", found=f"{found}, which leads other nodes to themselves", setting=setting)]
+        return [Finding(check="MASTER_ADDR", severity="problem", found=f"{found}: this node would wait at itself", setting=setting)]
     return [Finding(check="MASTER_ADDR", severity="ok", found=found)]
 
 
@@ -137,7 +141,7 @@ def check_interfaces(job: Job, environment: Mapping[str, str]) -> list[Finding]:
     findings = [
         Finding(
             check=variable,
-            severity="problem",
+            severity="problem" if variable.startswith("GLOO") or gpu_files() else "note",
             found=f"{variable}={environment[variable]} names no interface of this host that has an address",
             setting=f"unset {variable}, or set it to one of {', '.join(known) or 'none'}",
         )

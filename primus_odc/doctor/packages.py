@@ -11,14 +11,18 @@ from pathlib import Path
 from primus_odc import versions
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
+from primus_odc.doctor.software import EXPLICIT_LAUNCH
 from primus_odc.errors import VersionError
 from primus_odc.versions import TestedRange
+
+PLUGIN = "primus_odc.primus.loading"
 
 
 def check_packages(job: Job) -> list[Finding]:
     """torch with FSDP2's hooks, megatron-core and, where Primus is to train, Primus; each as the run would import it."""
-    findings = _use_primus(job.primus_path) if job.primus_path else []
+    findings = use_primus(job.primus_path) if job.primus_path else []
     findings.append(_check(versions.TORCH, versions.require_fsdp2, "torch"))
+    findings.append(_plugin(job))
     if job.primus_path:
         findings.append(_check(versions.PRIMUS, versions.require_primus, "Primus"))
     megatron = _check(versions.MEGATRON, versions.require_megatron, "megatron-core")
@@ -38,7 +42,19 @@ def _check(tested: TestedRange, require: Callable[[], None], name: str) -> Findi
     return Finding(check=name, severity="ok", found=f"{version} (tested: {tested})", details={"version": version})
 
 
-def _use_primus(primus_path: str) -> list[Finding]:
+def _plugin(job: Job) -> Finding:
+    """Whether torch, which this process has just imported, loaded the plugin as it will in Primus."""
+    if PLUGIN in sys.modules:
+        return Finding(check="plugin", severity="ok", found="loaded by torch")
+    return Finding(
+        check="plugin",
+        severity="note" if job.primus_path else "ok",
+        found="not loaded by torch: primus-cli alone runs Primus without it",
+        setting=EXPLICIT_LAUNCH,
+    )
+
+
+def use_primus(primus_path: str) -> list[Finding]:
     """Put Primus and the Megatron-LM it would use in front of ``sys.path``, as its launcher does."""
     checkout = Path(primus_path).resolve()
     if not (checkout / "primus" / "cli" / "main.py").is_file():

@@ -12,6 +12,7 @@ from primus_odc._problems import Problems
 from primus_odc.config import ParsedComm, parse_odc
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
+from primus_odc.doctor.system import temporary_folder_problem
 from primus_odc.errors import ConfigError, OdcError
 from primus_odc.experiment import Experiment, load_experiment
 from primus_odc.primus.refusals import Kind, check
@@ -157,6 +158,8 @@ def _symmetric_memory_problems(job: Job) -> list[str]:
         )
     if reason := job.facts.get("stream_words"):
         problems.append(f"odc.transport: symm_mem: {reason}")
+    if reason := temporary_folder_problem(os.environ):
+        problems.append(f"{reason}: export TMPDIR=/tmp")
     backend = os.environ.get("TORCH_SYMMMEM", "CUDA")
     if backend != "CUDA":
         problems.append(f"TORCH_SYMMMEM={backend} gives symmetric memory that was never tried: unset it")

@@ -17,6 +17,7 @@ from primus_odc.primus.refusals import patch_problems
 RUN_PYTHONS = ((3, 11), (3, 12))
 """The releases everything was run on; 3.10 and later are allowed."""
 ENTRY_POINT = ("torch.backends", "primus_odc")
+EXPLICIT_LAUNCH = "launch Primus through primus_odc.primus.launch, as scripts/run_odc.sh does"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -84,14 +85,13 @@ def check_primus_odc() -> list[Finding]:
 
 def check_entry_point(job: Job, environment: Mapping[str, str]) -> list[Finding]:
     """How the plugin gets into Primus; the launcher installs it explicitly, so nothing here stops a run."""
-    setting = "launch Primus through primus_odc.primus.launch, as scripts/run_odc.sh does"
     severity: Severity = "note" if job.primus_path else "ok"
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         found = "TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches entry points off: primus-cli alone runs Primus without the plugin"
-        return [Finding(check="entry point", severity=severity, found=found, setting=f"unset it, or {setting}")]
+        return [Finding(check="entry point", severity=severity, found=found, setting=f"unset it, or {EXPLICIT_LAUNCH}")]
     found_points = entry_points()
     if not found_points:
-        return [Finding(check="entry point", severity=severity, found="not installed in this environment", setting=setting)]
+        return [Finding(check="entry point", severity=severity, found="not installed in this environment", setting=EXPLICIT_LAUNCH)]
     return [Finding(check="entry point", severity="ok", found=f"{' and '.join(found_points)} is imported by torch")]
 
 

@@ -17,7 +17,7 @@ from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.gpus import check_gpus
 from primus_odc.doctor.job import Job
 from primus_odc.doctor.memory import check_memory_of_run
-from primus_odc.doctor.packages import check_packages
+from primus_odc.doctor.packages import check_packages, use_primus
 from primus_odc.doctor.run import check_run
 
 STAGES: dict[str, Callable[[Job], list[Finding]]] = {
@@ -32,6 +32,8 @@ def main() -> None:
     """Run the stages that standard input names."""
     order = json.load(sys.stdin)
     job = Job(**order["job"])
+    if job.primus_path and "packages" not in order["stages"]:
+        use_primus(job.primus_path)  # that stage was the end of the process before this one
     with os.fdopen(int(sys.argv[1]), "w") as lines:
         for name in order["stages"]:
             findings = STAGES[name](job)

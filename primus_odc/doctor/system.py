@@ -22,6 +22,7 @@ LOCKED_BYTES = 2**20
 SHM_BYTES = GIB
 """NCCL and RCCL put buffers between GPUs without P2P into /dev/shm, and data-loader workers their batches; Docker gives it 64 MiB."""
 _SUN_PATH = 108  # unix(7)
+_LARGEST_PID = 2**22  # proc(5), pid_max
 
 
 def checks(job: Job, environment: Mapping[str, str]) -> list[Check]:
@@ -29,7 +30,7 @@ def checks(job: Job, environment: Mapping[str, str]) -> list[Check]:
     return [
         Check(name="processor", run=lambda: check_processor(job)),
         Check(name="memory", run=check_memory),
-        Check(name="locked memory", run=check_locked_memory),
+        Check(name="locked memory", run=lambda: check_locked_memory(job)),
         Check(name="/dev/shm", run=check_shm),
         Check(name="temporary folder", run=lambda: check_temporary_folder(environment)),
         Check(name="ptrace", run=check_ptrace),
@@ -62,7 +63,7 @@ def check_memory() -> list[Finding]:
     return [Finding(check="memory", severity="ok", found=found, details={"available_bytes": free})]
 
 
-def check_locked_memory() -> list[Finding]:
+def check_locked_memory(job: Job) -> list[Finding]:
     """RLIMIT_MEMLOCK: the control words are pinned for GPUs; RDMA needs far more."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
@@ -70,12 +71,14 @@ def check_locked_memory() -> list[Finding]:
     found = f"at most {soft // 1024} KiB may be locked"
     if not gpu_files():
         return [Finding(check="locked memory", severity="ok", found=f"{found}; without GPUs nothing is")]
-    fit = "fit into that" if soft >= LOCKED_BYTES else "may not fit into that"
+    if soft >= LOCKED_BYTES and job.nodes == 1:
+        return [Finding(check="locked memory", severity="ok", found=f"{found}, enough for control words pinned for GPUs")]
+    why = "control words are pinned for GPUs" if soft < LOCKED_BYTES else "RDMA between nodes needs more"
     return [
         Finding(
             check="locked memory",
             severity="note",
-            found=f"{found}; control words, which are pinned for GPUs, {fit}, and RDMA needs more",
+            found=f"{found}, and {why}",
             setting="ulimit -l unlimited; in a container --ulimit memlock=-1; under Slurm PropagateResourceLimitsExcept=MEMLOCK",
         )
     ]
@@ -96,15 +99,25 @@ def check_shm() -> list[Finding]:
 
 
 def check_temporary_folder(environment: Mapping[str, str]) -> list[Finding]:
-    """Torch's symmetric memory binds a socket named ``symm_mem-PID`` there, and a name has 107 bytes."""
-    folder = next((environment[key] for key in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if environment.get(key)), "/tmp")
-    setting = "export TMPDIR=/tmp"
+    """Where torch's symmetric memory puts its sockets; only a run that uses it depends on it."""
+    problem = temporary_folder_problem(environment)
+    if problem:
+        return [Finding(check="temporary folder", severity="note", found=problem, setting="export TMPDIR=/tmp")]
+    return [Finding(check="temporary folder", severity="ok", found=_temporary_folder(environment))]
+
+
+def temporary_folder_problem(environment: Mapping[str, str]) -> str | None:
+    """Why torch's symmetric memory cannot bind its socket, which is called ``symm_mem-PID``; None where it can."""
+    folder = _temporary_folder(environment)
     if not os.access(folder, os.W_OK | os.X_OK):
-        return [Finding(check="temporary folder", severity="problem", found=f"{folder} cannot be written", setting=setting)]
-    if len(f"{folder}/symm_mem-4194304".encode()) >= _SUN_PATH:
-        found = f"{folder} is too long for the sockets of torch's symmetric memory (odc.transport: symm_mem)"
-        return [Finding(check="temporary folder", severity="note", found=found, setting=setting)]
-    return [Finding(check="temporary folder", severity="ok", found=folder)]
+        return f"{folder} cannot be written, and odc.transport: symm_mem puts sockets there"
+    if len(f"{folder}/symm_mem-{_LARGEST_PID}".encode()) >= _SUN_PATH:
+        return f"{folder} is too long a name for the sockets that odc.transport: symm_mem puts there"
+    return None
+
+
+def _temporary_folder(environment: Mapping[str, str]) -> str:
+    return next((environment[key] for key in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if key in environment), "/tmp")
 
 
 def check_ptrace() -> list[Finding]:

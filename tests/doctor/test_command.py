@@ -96,9 +96,9 @@ def test_quiet_and_nothing_to_tell(no_child: list[Finding], monkeypatch: pytest.
 
 
 def test_the_env_block_of_the_yaml_counts(no_child: list[Finding], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "e.yaml").write_text("env:\n  NCCL_SOCKET_IFNAME: none0\n")
+    (tmp_path / "e.yaml").write_text("env:\n  GLOO_SOCKET_IFNAME: none0\n")
     assert main(["doctor", str(tmp_path / "e.yaml")]) == 1
-    assert "NCCL_SOCKET_IFNAME=none0" in capsys.readouterr().out
+    assert "GLOO_SOCKET_IFNAME=none0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

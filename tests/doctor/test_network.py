@@ -60,19 +60,20 @@ def test_host_name(
 
 
 @pytest.mark.parametrize(
-    ("job", "master", "severity", "text"),
+    ("job", "master", "node_rank", "severity", "text"),
     [
-        (ONE, None, "ok", "not set"),
-        (TWO, None, "problem", "MASTER_ADDR=the host name"),
-        (TWO, "head", "ok", "10.0.0.1"),
-        (ONE, "typo", "problem", "does not resolve"),
-        (TWO, "here", "problem", "every node would wait at itself"),
-        (ONE, "here", "ok", "127.0.0.1"),
+        (ONE, "", "0", "ok", "not set"),
+        (TWO, "", "0", "problem", "MASTER_ADDR=the host name"),
+        (TWO, "head", "1", "ok", "10.0.0.1"),
+        (ONE, "typo", "0", "problem", "does not resolve"),
+        (TWO, "here", "1", "problem", "this node would wait at itself"),
+        (TWO, "here", "0", "note", "leads other nodes to themselves"),
+        (ONE, "here", "0", "ok", "127.0.1.1"),
     ],
 )
-def test_master(addresses: dict[str, list[str]], job: Job, master: str | None, severity: str, text: str) -> None:
-    addresses |= {"head": ["10.0.0.1"], "here": ["127.0.0.1"]}
-    finding = only(network.check_master(job, {"MASTER_ADDR": master} if master else {}))
+def test_master(addresses: dict[str, list[str]], job: Job, master: str, node_rank: str, severity: str, text: str) -> None:
+    addresses |= {"head": ["10.0.0.1"], "here": ["127.0.1.1"]}
+    finding = only(network.check_master(job, {"MASTER_ADDR": master, "NODE_RANK": node_rank}))
     assert finding.severity == severity and text in finding.found + finding.setting
 
 
@@ -102,9 +103,17 @@ def test_interfaces(
     expected: list[tuple[str, str, str]],
 ) -> None:
     monkeypatch.setattr(network, "interfaces", lambda: known)
+    monkeypatch.setattr(network, "gpu_files", lambda: ["/dev/nvidia0"])
     findings = network.check_interfaces(job, environment)
     assert [(f.check, f.severity) for f in findings] == [(check, severity) for check, severity, _ in expected]
     assert all(setting in f.setting for f, (_, _, setting) in zip(findings, expected, strict=True))
+
+
+def test_an_interface_that_nccl_would_not_find_matters_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "interfaces", lambda: LOOPBACK)
+    monkeypatch.setattr(network, "gpu_files", list)
+    findings = network.check_interfaces(ONE, {"NCCL_SOCKET_IFNAME": "ib9", "GLOO_SOCKET_IFNAME": "ib9"})
+    assert [(f.check, f.severity) for f in findings[:2]] == [("GLOO_SOCKET_IFNAME", "problem"), ("NCCL_SOCKET_IFNAME", "note")]
 
 
 def test_interfaces_of_this_host_have_the_addresses_one_can_bind_to() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
-from primus_odc.doctor.packages import check_packages
+from primus_odc.doctor.packages import PLUGIN, check_packages
 
 
 def by_check(findings: list[Finding]) -> dict[str, Finding]:
@@ -20,10 +20,19 @@ def by_check(findings: list[Finding]) -> dict[str, Finding]:
 
 def test_those_of_this_environment() -> None:
     found = by_check(check_packages(Job()))
+    assert found.pop("plugin").severity == "ok"
     assert {name: (f.severity, f.details["version"]) for name, f in found.items()} == {
         "torch": ("ok", torch.__version__),
         "megatron-core": ("ok", megatron.core.__version__),
     }
+
+
+def test_a_plugin_that_torch_did_not_load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+    monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
+    assert by_check(check_packages(Job()))["plugin"].severity == "ok"
+    found = by_check(check_packages(Job(primus_path=str(checkout))))["plugin"]
+    monkeypatch.delitem(sys.modules, "primus")
+    assert found.severity == "note" and "primus_odc.primus.launch" in found.setting
 
 
 def test_untested_ones(monkeypatch: pytest.MonkeyPatch) -> None:

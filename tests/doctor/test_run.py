@@ -86,8 +86,11 @@ def test_what_symmetric_memory_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_check(run.check_run(job))["transport"].details == {"transport": "symm_mem"}
     job.facts |= {"no_p2p": ["0-3"], "stream_words": "cannot be pinned"}
     monkeypatch.setenv("TORCH_SYMMMEM", "NVSHMEM")
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
     told = problems(run.check_run(job))
-    assert len(told) == 3 and "0-3" in told[0] and "cannot be pinned" in told[1] and "unset it" in told[2]
+    assert len(told) == 4
+    for text, problem in zip(("0-3", "cannot be pinned", "export TMPDIR=/tmp", "TORCH_SYMMMEM=NVSHMEM"), told, strict=True):
+        assert text in problem
     monkeypatch.setattr(run, "describe_run", describe("nccl_pad", "cuda"))
     assert problems(run.check_run(job)) == []
 

@@ -46,14 +46,21 @@ def test_memfd_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.severity == "problem" and "seccomp" in finding.setting
 
 
-@pytest.mark.parametrize(("limit", "severity"), [(65536, "note"), (2**30, "note"), (resource.RLIM_INFINITY, "ok")])
-def test_locked_memory(monkeypatch: pytest.MonkeyPatch, gpus: list[str], limit: int, severity: str) -> None:
+@pytest.mark.parametrize(
+    ("limit", "nodes", "severity", "text"),
+    [
+        (65536, 1, "note", "64 KiB may be locked, and control words are pinned"),
+        (2**23, 1, "ok", "enough"),
+        (2**23, 2, "note", "RDMA between nodes"),
+        (resource.RLIM_INFINITY, 2, "ok", "unlimited"),
+    ],
+)
+def test_locked_memory(monkeypatch: pytest.MonkeyPatch, gpus: list[str], limit: int, nodes: int, severity: str, text: str) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    finding = only(system.check_locked_memory())
+    finding = only(system.check_locked_memory(Job(nodes=nodes)))
     assert finding.severity == (severity if gpus else "ok")
-    if finding.severity == "note":
-        assert "memlock=-1" in finding.setting
-        assert ("may not fit" in finding.found) == (limit == 65536)
+    if gpus:
+        assert text in finding.found and ("memlock=-1" in finding.setting) == (severity == "note")
 
 
 def test_small_shm(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
@@ -78,7 +85,7 @@ def test_temporary_folder_that_is_too_long_for_sockets(monkeypatch: pytest.Monke
 
 def test_temporary_folder_that_is_not_there(tmp_path: Path) -> None:
     finding = only(system.check_temporary_folder({"TMP": str(tmp_path / "none")}))
-    assert finding.severity == "problem" and finding.setting == "export TMPDIR=/tmp"
+    assert finding.severity == "note" and finding.setting == "export TMPDIR=/tmp"
 
 
 @pytest.mark.parametrize("text", ["2\n", None])
