@@ -39,7 +39,7 @@ from primus_odc.fsdp.reduce import ScatterAccumulate, Zeros
 from primus_odc.fsdp.verify import ReferenceCheck
 from primus_odc.primitives.contribution import Contribution, split_pieces
 from primus_odc.primitives.driver import ProgressThread, run
-from primus_odc.primitives.plane import ArenaPlane
+from primus_odc.primitives.plane import ArenaPlane, Fill
 from primus_odc.primitives.protocol import RankProtocol, State, Topology
 from primus_odc.primitives.spec import layout_digest, memory_bytes, plan_arena, word_counts
 from primus_odc.symmetric.heap import SymmetricHeap
@@ -305,10 +305,13 @@ class Engine:
     def _declare(self, group: int) -> None:
         run(self._heap, self._protocol.declare(group))
 
-    def _deliver(self, group: int, total: torch.Tensor) -> None:
+    def _deliver(self, group: int, fill: Fill) -> None:
         if self._reference is not None:
+            spec = self._units[group].spec
+            total = torch.empty(spec.grad_numel, dtype=spec.sum_dtype, device=self._device)
+            fill(total)
             self._reference.gradients(group, total, self._protocol.epoch)
-        self._gradients.deliver(group, total)
+        self._gradients.deliver(group, fill)
 
     def _reshard(self) -> None:
         for module in self._modules:

@@ -10,7 +10,7 @@ accumulator of the protocol; padding inside it is zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ class GradientStore:
             sizes[u.spec.grad_dtype] = starts[-1] + u.spec.grad_numel
         self._device = units[0].slots[0].sharded().to_local().device
         self.flat = {dtype: torch.zeros(numel, dtype=dtype, device=self._device) for dtype, numel in sizes.items()}
+        self._scratch = torch.empty(max(u.spec.grad_nbytes for u in units), dtype=torch.uint8, device=self._device)
         self._groups = [self.flat[u.spec.grad_dtype][start : start + u.spec.grad_numel] for u, start in zip(units, starts, strict=True)]
         self._grads: list[dict[int, DTensor]] = [self._views(u, flat) for u, flat in zip(units, self._groups, strict=True)]
         self.handles: list[RemovableHandle] = [
@@ -80,13 +81,18 @@ class GradientStore:
                     grad.to_local().copy_(parameter.grad.to_local())
                     parameter.grad = grad
 
-    def deliver(self, group: int, total: torch.Tensor) -> None:
-        """Set (or add to) ``.grad`` of every trainable parameter of ``group`` from its finished sum, shape ``[grad_numel]``."""
+    def deliver(self, group: int, fill: Callable[[torch.Tensor], None]) -> None:
+        """Set (or add to) ``.grad`` of every trainable parameter of ``group`` from its finished sum, which ``fill`` writes where it is told
+        to: ``[grad_numel]`` in the group's ``sum_dtype``."""
         unit, flat = self._units[group], self._groups[group]
         parameters = {i: unit.slots[i].sharded() for i in self._grads[group]}
-        if all(p.grad is None for p in parameters.values()):
-            flat.copy_(total)
+        fresh = all(p.grad is None for p in parameters.values())
+        if fresh and flat.dtype == unit.spec.sum_dtype:
+            fill(flat)
+        elif fresh:
+            flat.copy_(self._filled(group, fill))
         else:
+            total = self._filled(group, fill)
             for i, p in parameters.items():
                 spec = unit.spec.params[i]
                 part = slice(spec.grad_offset, spec.grad_offset + spec.padded_numel)
@@ -97,6 +103,12 @@ class GradientStore:
                     flat[part].copy_(total[part])
         for i, p in parameters.items():
             p.grad = self._grads[group][i]
+
+    def _filled(self, group: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        spec = self._units[group].spec
+        total = self._scratch[: spec.grad_nbytes].view(spec.sum_dtype)
+        fill(total)
+        return total
 
     def local_power_sum(self, norm_type: float) -> torch.Tensor:
         """This rank's part of the global norm, 0-dim fp64 where the gradients are: ``sum |g|^p``, or ``max |g|`` for the infinity norm."""

@@ -121,7 +121,8 @@ def load_checkpoint(folder: Path, step: int, arm: Arm, stream: MinibatchStream) 
     except AssertionError as error:
         raise ConfigError(
             [
-                f"{source} was trained with another schedule: {error}; keep the keys of lr and weight_decay as they were, or set "
+                f"{source} was trained with another schedule: {error}; keep the keys of lr and weight_decay as they were (without "
+                "lr_decay_iters a schedule ends with train_iters, so more steps are another schedule), or set "
                 "override_opt_param_scheduler: true (take the present ones) or use_checkpoint_opt_param_scheduler: true (take the saved)"
             ]
         ) from error

@@ -51,7 +51,7 @@ def compare(job: Job) -> None:
             rounds.append(running.run(step, drawn[-1]))
             tell(progress(step, steps, rounds[-1]))
         shown = timeline_step(rounds)
-        tell(f"minibatch {shown} once more in every arm, for the timeline")
+        tell(f"minibatch {shown + 1} once more in every arm, for the timeline")
         timelines = running.timelines(shown, drawn[shown])
     if not params.get("bf16", False) and (difference := check_ideal(rounds, followed.name)) > AGREEMENT_BOUND:
         raise VerificationError(f"ideal does not follow {followed.name}: their losses differ by up to {difference:.1e} relative")

@@ -121,7 +121,7 @@ def _notes(rounds: Sequence[Round], arms: Sequence[Arm], followed: str) -> list[
         f"ideal had the weights of {followed}, copied outside the measured time; its loss agrees with that arm's to "
         f"{check_ideal(rounds, followed):.1e} relative.",
         "Idle is the share of a step in which a rank's thread did not use the processor for forward, backward or the optimizer; an empty "
-        "bucket, which makes counts equal, is padding and counts as idle.",
+        "bucket, which makes counts equal, is padding and counts as idle, and so does time that other processes of this machine took.",
         "Timed steps of nccl arms ran without anything of ours inside FSDP2; the timeline is one minibatch run once more by every arm, "
         "with all transfers on record.",
     ]

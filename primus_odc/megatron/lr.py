@@ -107,7 +107,8 @@ def schedule(params: Mapping[str, Any]) -> dict[str, Any]:
         "lr_decay_style": style,
         "start_wd": start_wd,
         "end_wd": end_wd,
-        "wd_incr_steps": steps,
+        # A constant weight decay has no length: a run may be continued with more steps.
+        "wd_incr_steps": 1 if wd_style == "constant" else steps,
         "wd_incr_style": wd_style,
         "use_checkpoint_opt_param_scheduler": use_checkpoint,
         "override_opt_param_scheduler": override,

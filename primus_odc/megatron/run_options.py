@@ -59,6 +59,10 @@ class RunOptions:
         described = problems.of(lambda: gpt_config(params, vocab_size=1))
         problems.of(lambda: importlib.import_module("primus_odc.megatron.lr").schedule(params))
         problems.of(lambda: _require_devices(params.get("distributed_backend", "nccl")))
+        if train is not None:
+            problems.of(lambda: _require_checkpoint(train))
+        if comm is not None and comm.arm.startswith("odc"):
+            problems.of(lambda: _require_transport(comm, params.get("distributed_backend", "nccl")))
         problems.raise_any()
         assert comm is not None and train is not None
         return cls(
@@ -106,6 +110,21 @@ def _require_devices(backend: Any) -> None:
                 "(GPUS_PER_NODE), or set distributed_backend: gloo to train on the CPU"
             ]
         )
+
+
+def _require_checkpoint(train: TrainConfig) -> None:
+    """An empty ``load`` means a run that is to begin, which only makes sense where it also saves."""
+    latest_step = importlib.import_module("primus_odc.megatron.checkpoint").latest_step
+    if train.load is not None and train.load != train.save and train.ckpt_step is None and latest_step(train.load) is None:
+        raise ConfigError(
+            [f"load: {train.load} holds no checkpoint; a run that begins there and is continued later has save on the same folder"]
+        )
+
+
+def _require_transport(comm: ParsedComm, backend: Any) -> None:
+    """``odc.transport`` must reach the tensors that this trainer will have."""
+    resolve = importlib.import_module("primus_odc.fsdp.choices").resolve_transport
+    resolve(comm.odc, "cpu" if backend == "gloo" else "cuda")
 
 
 def _cap(comm: ParsedComm, params: Mapping[str, Any]) -> int:

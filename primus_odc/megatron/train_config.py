@@ -62,6 +62,11 @@ class TrainConfig:
         return -(-vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
 
 
+def _switch(value: Any) -> Any:
+    """A block that is switched off (Primus' ``lora: {enabled: false, ...}``) is as good as false."""
+    return False if isinstance(value, Mapping) and "enabled" in value and not value["enabled"] else value
+
+
 def parse_train(params: Mapping[str, Any]) -> TrainConfig:
     """Read and check the keys of the loop, out of :func:`normalise`'s result.
 
@@ -71,7 +76,7 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
     problems = [
         f"{key}: {describe(params[key])} is not supported by the standalone trainer; leave it out or set {_spell(accepted[0])}: {reason}"
         for key, (accepted, reason) in FIXED.items()
-        if key in params and params[key] not in accepted
+        if key in params and _switch(params[key]) not in accepted
     ]
 
     def number(key: str, default: Any, *, least: float = 1, below: float = math.inf, whole: bool = True) -> Any:

@@ -45,6 +45,11 @@ def run_plan(args: argparse.Namespace) -> int:
     else:
         lengths = read_lengths(args.lengths)
         longest = int(lengths.max())
+    if args.max_tokens is not None and args.max_tokens < longest:
+        raise PlanError(
+            f"--max-tokens {args.max_tokens}: samples have up to {longest} tokens; give at least that, or cut the lengths first (training "
+            "does so with odc.over_length: truncate)"
+        )
     settings = PlanSettings(
         world_sizes=args.ranks,
         samples_per_rank=args.samples_per_rank,

@@ -83,7 +83,7 @@ def read_lengths(path: str | Path) -> npt.NDArray[np.int64]:
         elif path.suffix == ".jsonl":
             values = [json.loads(line) for line in text.splitlines() if line.strip()]
         else:
-            values = [int(word) for word in text.split()]
+            values = [_number(word, number) for number, line in enumerate(text.splitlines(), start=1) for word in line.split()]
     except OSError as error:
         names = " or ".join(DISTRIBUTIONS)
         meant = likely(str(path).partition("/")[0], list(DISTRIBUTIONS))
@@ -96,8 +96,14 @@ def read_lengths(path: str | Path) -> npt.NDArray[np.int64]:
     return np.array([_length(value, f"entry {i} of {path}") for i, value in enumerate(values, start=1)], dtype=np.int64)
 
 
+def _number(word: str, line: int) -> int:
+    if not word.isdecimal():
+        raise ValueError(f"line {line} has {word[:40]!r}, which is no number of tokens")
+    return int(word)
+
+
 def _length(value: Any, where: str) -> int:
     length = value.get("length") if isinstance(value, dict) else value
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise PlanError(f"{where} is {json.dumps(value)[:80]}; a sample length is a whole number of at least 1 token")
+        raise PlanError(f"{where} is {json.dumps(value)[:80]}; a sample length is a whole number of tokens, at least 1, counted beforehand")
     return length

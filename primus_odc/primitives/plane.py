@@ -33,6 +33,12 @@ Piece = tuple[int, torch.Tensor]
 """``(offset in the owner's full gradient shard, 1-D gradients)``."""
 
 
+Fill = Callable[[torch.Tensor], None]
+"""Writes a settled gradient shard where it is told to."""
+
+_ARRIVALS, _OWN = 0, 1
+
+
 class ArenaPlane:
     """Implements :class:`primus_odc.primitives.protocol.DataPlane` on a :class:`SymmetricHeap`.
 
@@ -41,8 +47,8 @@ class ArenaPlane:
         topology: who is who; ``topology.peers.index(rank)`` is this rank's shard index.
         read_shard_of: ``(group, param) -> this rank's local shard`` (any shape, the parameter's own dtype).
         reshard: drops all unsharded parameters.
-        deliver: ``(group, sum)`` receives the finished gradient shard, shape ``[grad_numel]`` in the group's ``sum_dtype``; it must
-            copy, the sum is reused.
+        deliver: ``(group, fill)``: ``fill`` writes the finished gradient shard into a tensor ``[grad_numel]`` of the group's
+            ``sum_dtype``; may be called twice.
         mode, slots: as the protocol's.
         verify: check every transfer by checksum.
 
@@ -58,7 +64,7 @@ class ArenaPlane:
         *,
         read_shard_of: Callable[[int, int], torch.Tensor],
         reshard: Callable[[], None],
-        deliver: Callable[[int, torch.Tensor], None],
+        deliver: Callable[[int, Fill], None],
         mode: str,
         slots: int,
         verify: bool,
@@ -88,7 +94,6 @@ class ArenaPlane:
             for r in range(topology.ranks)
         ]
         self._accumulated = [self.lanes.event() for _ in groups]
-        sources: Sequence[int] = range(topology.ranks) if mode == "local" else topology.replicas
         if mode == "local":
             self._unsharded = [UnshardedSum(s, self._grads[topology.rank][g]) for g, s in enumerate(groups)]
         else:
@@ -96,12 +101,20 @@ class ArenaPlane:
             self._own_epoch = [0] * len(groups)
         self._arrived_epoch = [0] * len(groups)
         largest = max((s.grad_nbytes for s in groups), default=0)
-        self._scratch = torch.empty(largest, dtype=torch.uint8, device=heap.device)
+        self._scratch = torch.empty(largest if verify else 0, dtype=torch.uint8, device=heap.device)
         self._staging = torch.empty(largest if verify else 0, dtype=torch.uint8, device=heap.device)
-        row = self._shard if mode == "local" else 0
-        self._sums = [make_sum({r: self._grads[r][g][row] for r in sources}, heap.device) for g in range(len(groups))]
+        # Without replicas nobody else reads this rank's accumulators, and what it made itself is a source beside them.
+        self._apart = mode == "owner" and len(topology.replicas) == 1 and not verify
+        self._sums = [make_sum(self._sources(g), heap.device) for g in range(len(groups))]
         self._present: list[int] = []
         self.deliveries: list[tuple[Any, int]] | None = None
+
+    def _sources(self, group: int) -> dict[int, torch.Tensor]:
+        """What a settled gradient shard is the sum of, by number: a rank, or (``owner`` without replicas) arrivals and own pieces."""
+        if self._apart:
+            return {_ARRIVALS: self._grads[self.t.rank][group][0], _OWN: self._own[group]}
+        ranks, row = (range(self.t.ranks), self._shard) if self._mode == "local" else (self.t.replicas, 0)
+        return {r: self._grads[r][group][row] for r in ranks}
 
     def _gradients(self, rank: int, group: int) -> torch.Tensor:
         """``[shards, grad_numel]`` (local mode: unsharded sums) or ``[1, grad_numel]`` (owner mode: accumulator) of any rank."""
@@ -169,7 +182,9 @@ class ArenaPlane:
                 self.heap.words.put("grad_sum", checksum(sums, epoch), group * self.groups[group].shards + owner)
 
     def _complete_accumulator(self, group: int, epoch: int) -> None:
-        """Arrivals are over (the protocol has waited for them): add what this rank made itself."""
+        """Arrivals are over (the protocol has waited for them): add what this rank made itself, where replicas want to read the sum."""
+        if self._apart:
+            return
         accumulator = self._grads[self.t.rank][group][0]
         own = self._own_epoch[group] == epoch
         if self._arrived_epoch[group] == epoch:
@@ -194,6 +209,10 @@ class ArenaPlane:
             self.lanes.wait(self._accumulated[group])
         else:
             self.bytes_reduced += spec.grad_nbytes
+        if self._apart:
+            epochs = {_ARRIVALS: self._arrived_epoch[group], _OWN: self._own_epoch[group]}
+            self._present += [number for number, made in epochs.items() if made == epoch]
+            return
         if self.verify:
             self._pull_checked(source, group, epoch)
         self._present.append(source)
@@ -259,11 +278,14 @@ class ArenaPlane:
         return ring[slot * self._piece_bytes : (slot + 1) * self._piece_bytes]
 
     def deliver(self, group: int) -> None:
-        total = self._total(group)
-        if not (self.verify and self._present):
-            self._sums[group](total, self._present)
-        self._deliver(group, total)
+        def fill(total: torch.Tensor) -> None:
+            if self.verify and self._present:
+                total.copy_(self._total(group))
+            else:
+                self._sums[group](total, self._present)
+
+        self._deliver(group, fill)
         if self.deliveries is not None:
-            pulled = sum(total.nbytes for source in self._present if source != self.t.rank)
+            pulled = 0 if self._apart else sum(self.groups[group].grad_nbytes for source in self._present if source != self.t.rank)
             self.deliveries.append((self.lanes.timing_mark(), pulled))
         self._present.clear()

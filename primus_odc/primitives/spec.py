@@ -96,7 +96,7 @@ def memory_bytes(groups: Sequence[GroupSpec], mode: str, slots: int, device: tor
     ``shards``: published copies, 1/S of the parameters in the compute dtype. ``gradients``: in ``local`` mode the unsharded sum
     (S x gradient shard), in ``owner`` mode the accumulator (one gradient shard). ``ring``: slots for arrivals, ``owner`` mode only.
     ``own``: the sum of what this rank made of its own shards, ``owner`` mode only. ``grad``: the persistent ``.grad`` buffers. ``sum``: one
-    gradient shard of scratch for the largest group, two with checksums. ``zeros``: one more, which FSDP2 takes for its results.
+    gradient shard of scratch for the largest group, three with checksums. ``zeros``: one more, which FSDP2 takes for its results.
     """
     gradients = sum(align(s) for s in _gradient_bytes(groups, mode))
     largest = max((g.grad_nbytes for g in groups), default=0)
@@ -107,7 +107,7 @@ def memory_bytes(groups: Sequence[GroupSpec], mode: str, slots: int, device: tor
         "ring": shards * slots * piece_bytes(groups, device) if mode == "owner" else 0,
         "own": sum(g.grad_nbytes for g in groups) if mode == "owner" else 0,
         "grad": sum(g.grad_numel * g.grad_dtype.itemsize for g in groups),
-        "sum": largest * (2 if verify else 1),
+        "sum": largest * (3 if verify else 1),
         "zeros": largest,
     }
 

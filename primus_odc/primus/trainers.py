@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from primus.backends.megatron.megatron_pretrain_trainer import MegatronPretrainTrainer
 from primus.backends.megatron.megatron_sft_trainer import MegatronSFTTrainer
 
+from primus_odc.config import OdcConfig
 from primus_odc.megatron.train_keys import KNOWN_KEYS
 from primus_odc.planning import CostModel
 from primus_odc.primus.refusals import Checked, Kind, check
@@ -65,7 +66,7 @@ class ArmTrainer:
         from primus_odc.primus.report import StepReporter
 
         args, comm, meter = self.backend_args, self._checked.comm, Meter()
-        cost_model = _cost_model(args, comm.odc.cost_model)
+        cost_model = _cost_model(args, comm.odc)
         self._reporter = StepReporter(comm.arm, meter, args.log_interval, args.train_iters)
         self._loop = ArmLoop(comm, self._reporter, meter)
         self._planning: dict[str, Any] = {"policy": policy_of(comm.arm), "cost_model": cost_model}
@@ -142,9 +143,9 @@ class OdcPretrainTrainer(ArmTrainer, MegatronPretrainTrainer):
         MegatronPretrainTrainer.train(self)
 
 
-def _cost_model(args: Any, choice: Any) -> CostModel:
-    if choice != "attention":
-        return CostModel.from_config(choice)
+def _cost_model(args: Any, odc: OdcConfig) -> CostModel:
+    if odc.cost_model != "attention":
+        return CostModel.from_config(odc.cost_model, microbatch_cost=odc.microbatch_cost)
     return CostModel.from_model_shape(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -155,6 +156,7 @@ def _cost_model(args: Any, choice: Any) -> CostModel:
         kv_channels=args.kv_channels or args.hidden_size // args.num_attention_heads,
         gated_mlp=args.swiglu,
         recompute=args.recompute_granularity == "full",
+        microbatch_cost=odc.microbatch_cost,
     )
 
 

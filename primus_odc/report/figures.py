@@ -50,7 +50,7 @@ def loss_figure(result: ComparisonResult, width: float, ident: str) -> str:
         body += [polyline(points, f"line thin {cls}") for points in _runs(clamped, x, y_low)]
         for step, value in enumerate(values):
             if value is not None:
-                tip = tooltip(f"{name}, step {step}: {value:.1e}")
+                tip = tooltip(f"{name}, step {step + 1}: {value:.1e}")
                 body.append(element("circle", tip, cx=x(step), cy=y_low(max(value, SMALLEST_DIFFERENCE)), r=1.8, cls=f"fill {cls}"))
     bottom = top_low + lower
     body += [text(x(tick), bottom + 17, tick_label(tick), "tick", "middle") for tick in x.ticks(6) if tick == int(tick)]
@@ -85,7 +85,7 @@ def step_time_figure(result: ComparisonResult, width: float, ident: str) -> str:
         for step, value in zip(result.steps, values, strict=True):
             # Dots are spread by a fixed pattern of the golden ratio, so that equal times stay countable.
             shift = ((step * 0.6180339887) % 1.0 - 0.5) * 18
-            tip = tooltip(f"{name}, step {step}: {value:.1f} ms")
+            tip = tooltip(f"{name}, step {step + 1}: {value:.1f} ms")
             body.append(element("circle", tip, cx=x(min(value, limit)), cy=middle + shift, r=2.6, cls=f"dot {cls}"))
         body.append(line(x(center), middle - 13, x(center), middle + 13, f"median {cls}"))
     body += [text(x(tick), bottom + 17, tick_label(tick), "tick", "start" if tick == 0 else "middle") for tick in x.ticks(5)]

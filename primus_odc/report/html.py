@@ -123,7 +123,7 @@ def _timeline(result: ComparisonResult) -> str:
     if not result.timelines:
         return _section("One minibatch", "No timeline was recorded in this comparison.", "")
     caption = (
-        f"Step {result.timelines[0].step} of every arm, the same samples, one time axis. Thin gaps separate microbatches; "
+        f"Step {result.timelines[0].step + 1} of every arm, the same samples, one time axis. Thin gaps separate microbatches; "
         "point at a bar for its name and duration."
     )
     return _section("One minibatch", caption, _figure(result, timeline_figure, "timeline", WIDE))

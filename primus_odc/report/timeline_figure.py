@@ -57,7 +57,7 @@ def timeline_figure(result: ComparisonResult, width: float, ident: str) -> str |
     body += [text(x(tick), y + 8, tick_label(tick), "tick", "start" if tick == 0 else "middle") for tick in x.ticks(6)]
     body.append(text(x.end, y + 25, "ms", "axis-title", "end"))
     description = " ".join(_told(timeline) for timeline in timelines)
-    title = f"What every rank did in step {timelines[0].step}, arm by arm"
+    title = f"What every rank did in step {timelines[0].step + 1}, arm by arm"
     return frame(ident=ident, width=width, height=y + 30, title=title, description=description, body=body)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from primus_odc.report.result import ArmResult, ComparisonResult
-from primus_odc.report.stats import LAST, last_mean
+from primus_odc.report.stats import LAST, last_mean, median, paired_ratios, quartiles
 
 NOISE = 0.01
 """A median ratio within one per cent of 1 is called equal."""
@@ -87,16 +87,18 @@ def ladder_sentence(result: ComparisonResult) -> str | None:
     )
     listed = ", ".join(f"{_signed(ms)} ms {name}" for ms, name in parts)
     verb = "saves" if total >= 0 else "LOSES"
-    return f"From nccl_pad to odc_nopad a step {verb} {_ms(abs(total))} ms: {listed}."
+    waiting, plan = (f"{_signed(low)} to {_signed(high)}" for low, high in (split.waiting_quartiles, split.plan_quartiles))
+    return (
+        f"From nccl_pad to odc_nopad a step {verb} {_ms(abs(total))} ms: {listed}. The middle half of the steps has "
+        f"{waiting} ms of waiting and {plan} ms of padding; the other two parts are what is left over, noise included."
+    )
 
 
 def sentences(result: ComparisonResult) -> list[str]:
     """All that is to be said, most important first."""
     said = [speed_sentence(result, arm) for arm in sorted(result.speedup, key=lambda arm: arm != "odc_nopad")]
     if "odc_pad" in result and "odc_nopad" in result:
-        pad, nopad = result["odc_pad"].ms_per_step_median, result["odc_nopad"].ms_per_step_median
-        if nopad > pad * (1.0 + NOISE):
-            said.append(f"odc_nopad is SLOWER than odc_pad: {_ms(nopad)} against {_ms(pad)} ms per step.")
+        said.append(_plan_sentence(result))
     if "odc_nopad" in result.ideal_share:
         said.append(f"odc_nopad reaches {100 * result.ideal_share['odc_nopad']:.1f} % of the speed without any communication.")
     split = ladder_sentence(result)
@@ -115,6 +117,16 @@ def sentences(result: ComparisonResult) -> list[str]:
         "[quartiles], ratios are taken step by step."
     )
     return said
+
+
+def _plan_sentence(result: ComparisonResult) -> str:
+    """odc_nopad against odc_pad: the same transfers, another plan."""
+    ratios = paired_ratios(result["odc_pad"].ms_per_step, result["odc_nopad"].ms_per_step, result.steps)
+    ratio, (low, high) = median(ratios), quartiles(ratios)
+    inside = f"ratio {ratio:.3f}, middle half of the steps {low:.3f} to {high:.3f}"
+    if len(ratios) > 1 and low <= 1.0 <= high:
+        return f"odc_nopad and odc_pad do not differ by more than their steps do ({inside})."
+    return f"odc_nopad is {'faster' if ratio > 1.0 else 'SLOWER'} than odc_pad ({inside})."
 
 
 def agreement_sentence(result: ComparisonResult) -> str:

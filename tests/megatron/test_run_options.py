@@ -83,7 +83,7 @@ def test_outputs_of_an_earlier_run(folder: Path) -> None:
     write(folder / "run", HEADER, [step(0)])
     for keys, said in (
         ({}, ["log of another run"]),
-        ({"load": empty}, ["log of another run"]),
+        ({"load": empty, "save": empty + "2"}, ["holds no checkpoint"]),
         ({"save": str(saved)}, ["log of another run", "holds the checkpoint of step 3"]),
         ({"load": str(saved), "ckpt_step": 2}, ["iter_0000002: no such checkpoint"]),
         ({"load": str(saved), "save": str(checkpoint(folder / "other", 1))}, ["holds the checkpoint of step 1"]),

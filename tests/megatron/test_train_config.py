@@ -35,6 +35,12 @@ def test_unknown_keys_are_answered_with_the_nearest(typo: str, meant: str) -> No
         check_keys({**LOOP, typo: 1})
 
 
+def test_a_block_that_is_switched_off_asks_for_nothing() -> None:
+    parse_train({**LOOP, "lora": {"enabled": False, "dim": 32}})
+    with pytest.raises(ConfigError, match=r"lora: .* is not supported"):
+        parse_train({**LOOP, "lora": {"enabled": True, "dim": 32}})
+
+
 def test_all_wrong_keys_are_named_at_once() -> None:
     wrong = {
         "train_iters": 0,

@@ -58,7 +58,7 @@ class PlaneRank:
             self.groups,
             read_shard_of=lambda group, param: self.parameters[group][param],
             reshard=lambda: None,
-            deliver=lambda group, total: self.grads.__setitem__(group, total.clone()),
+            deliver=self._deliver,
             mode=mode,
             slots=slots,
             verify=verify,
@@ -69,6 +69,11 @@ class PlaneRank:
     def set_parameters(self, full: Sequence[Sequence[torch.Tensor]]) -> None:
         """Take this rank's shards of whole parameters ``full[group][param]``."""
         self.parameters = [[local_part(p, self.shards, self.shard) for p in group] for group in full]
+
+    def _deliver(self, group: int, fill: Callable[[torch.Tensor], None]) -> None:
+        total = torch.full((self.groups[group].grad_numel,), float("nan"), dtype=self.groups[group].sum_dtype)
+        fill(total)
+        self.grads[group] = total
 
     def publish(self) -> None:
         run(self.heap, self.protocol.publish())
