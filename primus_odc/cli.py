@@ -1,9 +1,10 @@
-"""The command line: ``primus-odc train | compare | plan | bench``.
+"""The command line: ``primus-odc train | compare | plan | bench | doctor``.
 
 Each command's arguments and work come from the part that does it, imported when that command is asked for, so that ``plan`` runs without
-torch. Words that ``train`` and ``compare`` do not know are overrides of the experiment YAML, with the meaning Primus gives them (``--lr
-1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``. What a user got wrong (an :class:`~primus_odc.errors.OdcError`) is one
-message on stderr and exit code 2; ``--traceback``, in ``args.traceback``, shows where it was raised.
+torch. Words that ``train``, ``compare`` and ``doctor`` do not know are overrides of the experiment YAML, with the meaning Primus gives them
+(``--lr 1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``. What a user got wrong (an
+:class:`~primus_odc.errors.OdcError`) is one message on stderr and exit code 2; ``--traceback``, in ``args.traceback``, shows where it was
+raised.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ COMMANDS = (
         name="plan", module="primus_odc.planning.command", summary="predict the arms' speed from sample lengths", takes_overrides=False
     ),
     Command(name="bench", module="primus_odc.bench.command", summary="measure the arms and their transfers", takes_overrides=False),
+    Command(name="doctor", module="primus_odc.doctor.command", summary="check this machine and a YAML before a run", takes_overrides=True),
 )
 
 
@@ -65,7 +67,7 @@ def tell(error: OdcError, where: str = "") -> None:
 
 def _run(words: list[str], traceback: bool) -> int:
     parser = argparse.ArgumentParser(
-        prog="primus-odc", description="On-Demand Communication for FSDP2: train, compare, plan and bench.", allow_abbrev=False
+        prog="primus-odc", description="On-Demand Communication for FSDP2: train, compare, plan, bench and doctor.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"primus-odc {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")

@@ -106,9 +106,6 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_p
     else:
         params = merge(module.get("params") or {}, {key: value for key, value in module.items() if key not in _RESERVED})
     workspace = Path(str(content["workspace"]))
-    env = load_block(source).get("env") or {}
-    if not isinstance(env, dict):
-        raise ConfigError([f"{source}: env must be a block of names and values, but is {env!r}"])
     return Experiment(
         name=str(content["exp_name"]),
         workspace=workspace,
@@ -116,10 +113,22 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_p
         module_name=module_name,
         framework=str(module["framework"]),
         params=merge(params, changes),
-        env={str(key): os.path.expandvars(str(value)) for key, value in env.items()},
+        env=env_block(source),
         source=source,
         self_contained=self_contained,
     )
+
+
+def env_block(source: Path) -> dict[str, str]:
+    """The ``env`` block of the file itself (not of what it extends), with variables expanded.
+
+    Raises:
+        ConfigError: the file cannot be read, or its ``env`` is no block.
+    """
+    env = load_block(source).get("env") or {}
+    if not isinstance(env, dict):
+        raise ConfigError([f"{source}: env must be a block of names and values, but is {env!r}"])
+    return {str(key): os.path.expandvars(str(value)) for key, value in env.items()}
 
 
 def _check_modules(source: Path, modules: Any) -> list[str]:

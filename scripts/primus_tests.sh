@@ -27,4 +27,4 @@ fi
 
 cd -- "$ODC_ROOT"
 export OMP_NUM_THREADS=1
-exec timeout --signal=INT --kill-after=30 "${PRIMUS_TEST_TIMEOUT_S:-3600}" "$VENV/bin/python" -m pytest tests/primus/test_real_primus.py "$@"
+exec timeout --signal=INT --kill-after=30 "${PRIMUS_TEST_TIMEOUT_S:-3600}" "$VENV/bin/python" -m pytest tests/primus/test_real_primus.py tests/doctor/test_real_primus.py "$@"

@@ -10,7 +10,8 @@ Without arguments: makes .venv in the checkout once, installs the package there 
 CUDA nor a ROCm device) and runs the quickstart comparison, configs/quickstart.yaml; the result is output/compare/index.html.
 
 With a config: installs nothing and trains with the Python at hand. The words after the config override its keys. With PRIMUS_PATH set,
-Primus trains it with the primus_odc plugin, else the standalone trainer, which first tells all that is wrong with the keys.
+Primus trains it with the primus_odc plugin, else the standalone trainer. First `primus-odc doctor` looks at the machine and the config;
+a problem that it finds ends the launch with status 2.
 
 Environment of a training run, as torchrun knows it:
   GPUS_PER_NODE  processes on this node     (default: the GPUs that torch sees; without any, min(cores, 4) CPU processes)
@@ -19,6 +20,7 @@ Environment of a training run, as torchrun knows it:
   MASTER_ADDR    host of node 0             (needed with several nodes)
   MASTER_PORT    a free TCP port there      (default: any free port on one node, 29500 on several)
   PRIMUS_PATH    checkout of AMD-AGI/Primus (default: none, the standalone trainer)
+  ODC_SKIP_DOCTOR=1  start without looking first
 
 Environment of both:
   PYTHON         interpreter                (default: python, else python3)
@@ -92,9 +94,10 @@ launch() {
         # A free port, so that two runs on one host do not meet; the loopback address, because a host name need not resolve.
         rendezvous=(--standalone --local-addr 127.0.0.1)
     fi
-    if [[ -z ${PRIMUS_PATH:-} ]]; then
-        # Once and before any rank starts: what is wrong is one message, without torchrun's report of every process.
-        "$python" -m primus_odc train --check "$config" "$@" || exit
+    if [[ ${ODC_SKIP_DOCTOR:-} != 1 ]]; then
+        # Once and before any rank starts: what is wrong with the machine or the config is told once, without torchrun's report of every
+        # process. The limit is for file systems on which imports take minutes.
+        "$python" -m primus_odc doctor "$config" --quiet --ranks $((nodes * processes)) --nodes "$nodes" --time-limit 120 "$@" || exit 2
     fi
     say "$nodes node(s) with $processes process(es) each, $python${PRIMUS_PATH:+, Primus at $PRIMUS_PATH}"
     exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m "${job[@]}" "$@"

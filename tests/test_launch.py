@@ -74,7 +74,7 @@ def test_scripts_parse_and_are_strict(script: Path) -> None:
 def test_help_explains_the_variables(launch: Launch) -> None:
     result = launch("--help", PRIMUS_PATH="/somewhere")
     assert result.returncode == 0
-    for word in ("CONFIG.yaml", "GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHON", "TORCH"):
+    for word in ("CONFIG.yaml", "GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHON", "TORCH", "ODC_SKIP_DOCTOR"):
         assert word in result.stdout
 
 
@@ -112,10 +112,18 @@ def test_one_node_takes_a_free_port_and_passes_overrides_on(launch: Launch) -> N
 
 
 def test_everything_is_checked_before_any_process_starts(launch: Launch) -> None:
-    result = launch("config.yaml", "--train_iters", "5")
-    assert result.stdout.splitlines()[0] == 'CHECKED ["train", "--check", "config.yaml", "--train_iters", "5"]'
-    result = launch("config.yaml", STUB_CHECK_EXIT="2")
+    result = launch("config.yaml", "--train_iters", "5", NNODES="3", MASTER_ADDR="node-0", GPUS_PER_NODE="2")
+    first = result.stdout.splitlines()[0]
+    words = ["doctor", "config.yaml", "--quiet", "--ranks", "6", "--nodes", "3", "--time-limit", "120", "--train_iters", "5"]
+    assert first.startswith("CHECKED ") and json.loads(first.removeprefix("CHECKED ")) == words
+    result = launch("config.yaml", STUB_CHECK_EXIT="1")
     assert result.returncode == 2 and "STARTED" not in result.stdout
+
+
+def test_the_check_can_be_skipped(launch: Launch) -> None:
+    result = launch("config.yaml", STUB_CHECK_EXIT="1", ODC_SKIP_DOCTOR="1")
+    assert result.returncode == 0 and "CHECKED" not in result.stdout
+    assert started(result)
 
 
 @pytest.mark.parametrize(("module", "word"), [("pre_trainer", "pretrain"), ("post_trainer", "posttrain")])

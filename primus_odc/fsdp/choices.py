@@ -6,7 +6,7 @@ logged with its figures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,14 +71,22 @@ def free_memory(device: torch.device, ranks: int) -> tuple[int, str]:
 def choose(config: OdcConfig, groups: Sequence[GroupSpec], mesh: Mesh, device: torch.device) -> Choices:
     """Resolve ``auto`` (collective over the mesh)."""
     transport = resolve_transport(config, device.type)
+    budget, source = budget_of(config, lambda: free_memory(device, mesh.world_size))
+    return decide(config, groups, transport, device, min(mesh.exchange(budget)), source)
+
+
+def budget_of(config: OdcConfig, free: Callable[[], tuple[int, str]]) -> tuple[float, str]:
+    """Bytes that ``auto`` may spend on one rank, and where the figure comes from; ``free`` is asked where the configuration names none."""
     if config.memory_budget_gib is not None:
-        budget = config.memory_budget_gib * GIB
-        source = f"odc.memory_budget_gib = {config.memory_budget_gib:g}"
-    else:
-        free, what = free_memory(device, mesh.world_size)
-        budget = FREE_SHARE * free
-        source = f"{FREE_SHARE:.0%} of the {what}"
-    budget = min(mesh.exchange(budget))
+        return config.memory_budget_gib * GIB, f"odc.memory_budget_gib = {config.memory_budget_gib:g}"
+    nbytes, what = free()
+    return FREE_SHARE * nbytes, f"{FREE_SHARE:.0%} of the {what}"
+
+
+def decide(
+    config: OdcConfig, groups: Sequence[GroupSpec], transport: Transport, device: torch.device, budget: float, source: str
+) -> Choices:
+    """The choices that follow from ``budget``, in bytes a rank, which comes from ``source``."""
     verify = config.verify == "checksum"
     local = sum(memory_bytes(groups, "local", RING_SLOTS, device, verify=verify).values())
     owner = sum(memory_bytes(groups, "owner", RING_SLOTS, device, verify=verify).values())

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ def run_train(args: argparse.Namespace) -> int:
         VersionError: torch or megatron-core outside the tested range.
     """
     try:
-        options = _prepare(args)
+        options = prepare(args.config, args.overrides)
     except OdcError:
         _leave_it_to_the_first()
         raise
@@ -64,9 +65,14 @@ def run_train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare(args: argparse.Namespace) -> RunOptions:
-    """Everything before the process group: all that is wrong is told at once."""
-    experiment = load_experiment(args.config, args.overrides)
+def prepare(config: str, overrides: Sequence[str]) -> RunOptions:
+    """Everything before the process group: all that is wrong is told at once.
+
+    Raises:
+        ConfigError: the experiment, its outputs, or the files and packages that it names.
+        VersionError: torch or megatron-core outside the tested range.
+    """
+    experiment = load_experiment(config, overrides)
     # As Primus does: a file's env block comes before torch is imported.
     os.environ.update(experiment.env)
     _set_up_logging(int(os.environ.get("RANK", "0")))

@@ -138,7 +138,7 @@ def check(args: Any, kind: Kind, environment: Mapping[str, str] = os.environ) ->
     problems += _unaccepted(keys, _ALWAYS)
     if kind == "sft":
         problems += _unaccepted(keys, _SFT) + _sft(keys) + _data(params)
-    problems += _sizes(keys) + _patches(environment)
+    problems += _sizes(keys) + patch_problems(environment)
     if environment.get("FUSED_LINEAR_CE", "0") == "1":
         problems.append(f"the environment variable FUSED_LINEAR_CE is 1; unset it: {_ALWAYS['enable_fused_linear_ce'][1]}")
     if problems:
@@ -198,7 +198,7 @@ def _sizes(keys: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _patches(environment: Mapping[str, str]) -> list[str]:
+def patch_problems(environment: Mapping[str, str]) -> list[str]:
     """Primus applies only the patches PRIMUS_PATCHES names, and says nothing about the others."""
     value = environment.get("PRIMUS_PATCHES", "").strip()
     if not value or value.lower() == "all":

@@ -1,0 +1,136 @@
+"""Stage ``memory``: what the engine will add to a rank's memory, and whether it fits. Runs in the child process: it builds the model.
+
+The model is the standalone trainer's on the meta device, which holds no weights. Its units are those that the trainer or, in Primus,
+Megatron's FSDP2 wrapper makes; sizes follow from the shapes by the rule of :func:`primus_odc.fsdp.probe.find_units`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from primus_odc.doctor.finding import Finding
+from primus_odc.doctor.job import Job
+from primus_odc.doctor.run import Run, describe_run
+from primus_odc.doctor.system import GIB
+from primus_odc.errors import ConfigError, OdcError
+from primus_odc.symmetric.host import available_memory
+
+
+def check_memory_of_run(job: Job) -> list[Finding]:
+    """The bytes the engine adds, for ``auto`` as it would decide with what is free now."""
+    try:
+        run = describe_run(job)
+    except OdcError:
+        return []  # stage `run` tells what is wrong
+    if not run.on_demand:
+        return []
+    try:
+        groups = find_groups(run, job.world())
+    except OdcError as error:
+        return [Finding(check="engine memory", severity="note", found=f"not computed: {error}")]
+    return [_judge(job, run, groups)]
+
+
+def find_groups(run: Run, shards: int) -> list[Any]:
+    """The parameter groups of the model over ``shards`` ranks (:class:`primus_odc.primitives.spec.GroupSpec`, parameters left out).
+
+    Raises:
+        OdcError: the model cannot be built here, or its vocabulary is not known.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from primus_odc.megatron.model import build_gpt_without_weights
+    from primus_odc.primitives.spec import GroupSpec
+
+    rows = _vocabulary(run)
+    if not dist.is_initialized():
+        # A group of this process alone, at the loopback interface: no host name is looked up, nobody is waited for.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = build_gpt_without_weights(run.params, rows)
+    units: dict[str, list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        units.setdefault(_unit_of(name, run), []).append(parameter)
+    compute = torch.bfloat16 if run.params.get("bf16") else torch.float32
+    # Megatron trains bf16 parameters beside the optimizer's fp32 copies; the standalone trainer keeps fp32 parameters.
+    own = compute if run.kind else torch.float32
+    groups = []
+    for name, parameters in units.items():
+        padded = sum(-(-p.shape[0] // shards) * (p.numel() // p.shape[0]) for p in parameters)
+        groups.append(
+            GroupSpec(
+                name=name,
+                params=(),
+                shards=shards,
+                shard_nbytes=padded * compute.itemsize if shards > 1 else 0,
+                grad_numel=padded,
+                grad_dtype=own,
+                sum_dtype=torch.float32,
+            )
+        )
+    return groups
+
+
+def _unit_of(parameter: str, run: Run) -> str:
+    if parameter.startswith("decoder.layers."):
+        return ".".join(parameter.split(".")[:3])
+    separate = {"embedding": run.kind is not None, "output_layer": run.kind is not None and run.params.get("transformer_impl") != "local"}
+    module = parameter.partition(".")[0]
+    return module if separate.get(module) else "root"
+
+
+def _vocabulary(run: Run) -> int:
+    """Rows of embedding and head, padded."""
+    from primus_odc.data.build import build_tokenizer
+
+    params: Mapping[str, Any] = run.params
+    size: Any = params.get("vocab_size") if run.kind == "pretrain" else build_tokenizer(params).vocab_size
+    if not isinstance(size, int):
+        raise ConfigError(["vocab_size is not in the YAML, and the tokenizer is Megatron's"])
+    multiple = params.get("make_vocab_size_divisible_by") or 128
+    return -(-size // multiple) * multiple
+
+
+def _judge(job: Job, run: Run, groups: list[Any]) -> Finding:
+    import torch
+
+    from primus_odc.fsdp.choices import RING_SLOTS, budget_of, decide, resolve_transport
+    from primus_odc.primitives.spec import memory_bytes, plan_arena
+
+    odc, device, local = run.comm.odc, torch.device(run.device_type), job.local_world()
+    on_cpu = run.device_type == "cpu"
+    # Not known where the stage that asks GPUs did not end.
+    free = available_memory() // local if on_cpu else job.facts.get("gpu_free_bytes")
+    what = f"free memory, divided by {local} ranks" if on_cpu else "free memory of a GPU before the model is on it"
+    budget, source = budget_of(odc, lambda: (free, what)) if free is not None else (math.inf, "the free memory of the GPUs is not known")
+    choices = decide(odc, groups, resolve_transport(odc, run.device_type), device, budget, source)
+    by_purpose = memory_bytes(groups, choices.accumulate, RING_SLOTS, device, verify=odc.verify == "checksum")
+    arena = plan_arena(groups, choices.accumulate, RING_SLOTS, device).nbytes
+    total = sum(by_purpose.values())
+    parameters = sum(g.grad_numel for g in groups) * job.world()
+    found = (
+        f"adds {total / GIB:.3f} GiB to each of {job.world()} ranks, {arena / GIB:.3f} GiB of it shared (accumulate {choices.accumulate}, "
+        f"parameters {choices.parameters}), for {parameters / 1e6:.1f} M parameters in {len(groups)} groups; {choices.reason}"
+    )
+    details = {
+        "bytes": by_purpose,
+        "arena_bytes": arena,
+        "free_bytes": free,
+        "parameters": parameters,
+        "groups": len(groups),
+        "choices": asdict(choices),
+    }
+    if free is None:
+        return Finding(
+            check="engine memory", severity="note", found=found, setting="odc.memory_budget_gib decides instead", details=details
+        )
+    if total <= free:
+        return Finding(check="engine memory", severity="ok", found=found, details=details)
+    setting = f"free is {free / GIB:.3f} GiB a rank: "
+    setting += "odc.accumulate: owner, more ranks" if choices.accumulate == "local" else "more ranks" if not on_cpu else "fewer ranks"
+    return Finding(check="engine memory", severity="problem", found=found, setting=f"{setting}, or a smaller model", details=details)

@@ -1,0 +1,166 @@
+"""Stage ``run``: is this YAML possible, on this machine? Runs in the child process: it imports torch, megatron-core and Primus' loader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from primus_odc._problems import Problems
+from primus_odc.config import ParsedComm, parse_odc
+from primus_odc.doctor.finding import Finding
+from primus_odc.doctor.job import Job
+from primus_odc.doctor.system import temporary_folder_problem
+from primus_odc.errors import ConfigError, OdcError
+from primus_odc.experiment import Experiment, load_experiment
+from primus_odc.primus.refusals import Kind, check
+from primus_odc.symmetric.host import require_host_transport
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Run:
+    """What the YAML asks for; it passed every check that is made before a rank starts."""
+
+    comm: ParsedComm
+    params: dict[str, Any]
+    device_type: Literal["cpu", "cuda"]
+    kind: Kind | None
+    """Which trainer of Primus; None: the standalone trainer."""
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether the engine takes part."""
+        return self.comm.arm.startswith("odc")
+
+
+def check_run(job: Job) -> list[Finding]:
+    """The YAML's keys, its arm and the transport."""
+    try:
+        run = describe_run(job)
+    except ConfigError as error:
+        return [Finding(check="configuration", severity="problem", found=problem) for problem in error.problems]
+    except OdcError as error:
+        return [Finding(check="configuration", severity="problem", found=str(error))]
+    trainer = "Primus" if job.primus_path else "the standalone trainer"
+    findings = [Finding(check="configuration", severity="ok", found=f"{job.config} can be trained by {trainer}")]
+    if run.comm.arm == "stock":
+        return [*findings, Finding(check="arm", severity="note", found="comm_backend is not set: Primus trains as without primus_odc")]
+    ranks = f"{job.world()} rank{'s' if job.world() > 1 else ''} on {job.nodes} node{'s' if job.nodes > 1 else ''}"
+    findings.append(
+        Finding(check="arm", severity="ok", found=f"{run.comm.arm}, {ranks}", details={"arm": run.comm.arm, "ranks": job.world()})
+    )
+    return [*findings, *_check_transport(job, run)]
+
+
+def describe_run(job: Job) -> Run:
+    """The run that ``job.config`` asks for.
+
+    Raises:
+        ConfigError: all that keeps it from starting.
+        VersionError: torch, megatron-core or Primus outside the tested range.
+    """
+    assert job.config is not None
+    # As torchrun tells its processes: checks of the trainers read it.
+    os.environ["LOCAL_WORLD_SIZE"] = str(job.local_world())
+    return _in_primus(job, job.config, job.primus_path) if job.primus_path else _standalone(job.config, job.overrides)
+
+
+def _standalone(config: str, overrides: Sequence[str]) -> Run:
+    from primus_odc.megatron.command import prepare
+
+    options = prepare(config, overrides)
+    device_type: Literal["cpu", "cuda"] = "cpu" if options.train.distributed_backend == "gloo" else "cuda"
+    return Run(comm=options.comm, params=options.params, device_type=device_type, kind=None)
+
+
+def _in_primus(job: Job, config: str, primus_path: str) -> Run:
+    experiment = load_experiment(config, job.overrides, primus_path=primus_path)
+    os.environ.update(experiment.env)
+    if experiment.self_contained:
+        raise ConfigError(
+            [
+                f"{config} is self-contained, which Primus 26.5 loads and then does not find (Missing required module): unset PRIMUS_PATH "
+                "to train it with the standalone trainer, or give its module the keys config and model, as the presets of primus_odc do"
+            ]
+        )
+    params = {**experiment.params, "world_size": job.world()}
+    kind = _kind(experiment)
+    if params.get("comm_backend") is not None or params.get("stage") == f"odc_{kind}":
+        arguments = SimpleNamespace(**{key: _namespace(value) for key, value in params.items()})
+        problems = Problems()
+        checked = problems.of(lambda: check(arguments, kind))
+        problems.of(lambda: _require_gpus(job))
+        problems.raise_any()
+        assert checked is not None
+        comm = checked.comm
+    else:
+        comm = parse_odc(params)
+    return Run(comm=comm, params=params, device_type="cuda", kind=kind)
+
+
+def _kind(experiment: Experiment) -> Kind:
+    stage = str(experiment.params.get("stage") or "")
+    if stage:
+        return "sft" if stage.endswith("sft") else "pretrain"
+    return "pretrain" if experiment.module_name.startswith("pre") else "sft"
+
+
+def _namespace(value: Any) -> Any:
+    """Blocks as Primus hands them out."""
+    return SimpleNamespace(**{str(key): _namespace(item) for key, item in value.items()}) if isinstance(value, dict) else value
+
+
+def _require_gpus(job: Job) -> None:
+    seen = job.facts.get("gpus")  # absent where the stage that counts them did not end
+    if seen is not None and seen < job.local_world():
+        raise ConfigError(
+            [
+                f"Primus needs a GPU for each of {job.local_world()} processes of this host and torch sees {seen}: start fewer "
+                "(GPUS_PER_NODE), or train a self-contained YAML on the CPU (distributed_backend: gloo, PRIMUS_PATH unset)"
+            ]
+        )
+
+
+def _check_transport(job: Job, run: Run) -> list[Finding]:
+    if not run.on_demand:
+        library = "gloo" if run.device_type == "cpu" else "NCCL or RCCL"
+        return [Finding(check="transport", severity="ok", found=f"collectives ({library}); none of the engine's")]
+    from primus_odc.fsdp.choices import resolve_transport
+
+    problems: list[str] = []
+    try:
+        transport = resolve_transport(run.comm.odc, run.device_type)
+        require_host_transport()
+    except ConfigError as error:
+        return [Finding(check="transport", severity="problem", found=problem) for problem in error.problems]
+    except OdcError as error:
+        problems.append(str(error))
+        transport = "host"
+    if job.nodes > 1:
+        problems.append(
+            f"odc.transport: {transport} reaches the ranks of one node and there are {job.nodes}; use NNODES=1, or comm_backend: nccl_pad"
+        )
+    if transport == "symm_mem" and job.world() > 1:
+        problems += _symmetric_memory_problems(job)
+    if problems:
+        return [Finding(check="transport", severity="problem", found=problem) for problem in problems]
+    where = "CPU tensors of one host" if transport == "host" else "GPUs of one node"
+    return [Finding(check="transport", severity="ok", found=f"{transport} ({where})", details={"transport": transport})]
+
+
+def _symmetric_memory_problems(job: Job) -> list[str]:
+    problems: list[str] = []
+    if missing := job.facts.get("no_p2p"):
+        problems.append(
+            f"odc.transport: symm_mem needs peer access between GPUs, missing: {', '.join(missing)}; set comm_backend: nccl_pad"
+        )
+    if reason := job.facts.get("stream_words"):
+        problems.append(f"odc.transport: symm_mem: {reason}")
+    if reason := temporary_folder_problem(os.environ):
+        problems.append(f"{reason}: export TMPDIR=/tmp")
+    backend = os.environ.get("TORCH_SYMMMEM", "CUDA")
+    if backend != "CUDA":
+        problems.append(f"TORCH_SYMMMEM={backend} gives symmetric memory that was never tried: unset it")
+    return problems
