@@ -63,8 +63,8 @@ def require_host_transport() -> None:
         raise OdcError("transport 'host' needs memfd_create (Linux 3.17 or later, Python built against glibc 2.27 or later)")
     if platform.machine() not in ("x86_64", "AMD64"):
         raise OdcError(
-            f"transport 'host' relies on the store order of x86-64 and this machine is {platform.machine()}; "
-            "use GPUs with odc.transport: symm_mem there"
+            f"the control words in host memory rely on the store order of x86-64 and this machine is {platform.machine()}; on-demand "
+            "communication is not available here: set comm_backend: nccl_pad"
         )
 
 
