@@ -72,8 +72,8 @@ def _prepare(args: argparse.Namespace) -> RunOptions:
     _set_up_logging(int(os.environ.get("RANK", "0")))
     require_torch()
     require_megatron()
+    from primus_odc.megatron.outputs import check_outputs
     from primus_odc.megatron.run_options import RunOptions
-    from primus_odc.megatron.trainer import check_outputs
 
     options = RunOptions.of(experiment, normalise(experiment.params))
     check_outputs(options)

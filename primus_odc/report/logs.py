@@ -12,7 +12,6 @@ rate, a machine) are allowed and noted.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
 
+from primus_odc._locks import lock_open_file
 from primus_odc.errors import DataError
 from primus_odc.report import schema
 from primus_odc.report.machine import utc_now
@@ -179,7 +179,7 @@ def require_no_log(run: Path) -> None:
             raise DataError(_taken(path))
         # Shared, because all ranks of a run ask at the same time.
         with path.open("rb") as file:
-            _lock(file, path, fcntl.LOCK_SH)
+            _lock(file, path, shared=True)
 
 
 def _holds_steps(path: Path) -> bool:
@@ -196,14 +196,8 @@ def _running(path: Path) -> str:
     return f"{path} is being written by a run that is still going on; {_OTHER_FOLDER}, or wait for its end"
 
 
-def _lock(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> None:
-    """Holds a lock on an open file until it is closed."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise DataError(_running(path)) from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be locked: {error.strerror}; put the workspace on a file system that knows locks") from error
+def _lock(file: IO[Any], path: Path, *, shared: bool = False) -> None:
+    lock_open_file(file, str(path), busy=_running(path), remedy="put the workspace on a file system that knows locks", shared=shared)
 
 
 def log_path(run: Path) -> Path:

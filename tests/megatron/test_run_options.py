@@ -10,8 +10,8 @@ import pytest
 
 from primus_odc.errors import ConfigError
 from primus_odc.megatron.checkpoint import LATEST
+from primus_odc.megatron.outputs import check_outputs
 from primus_odc.megatron.run_options import RunOptions
-from primus_odc.megatron.trainer import check_outputs
 from tests.megatron.run_cases import options, write_dialogues
 from tests.report.test_logs import HEADER, step, write
 
