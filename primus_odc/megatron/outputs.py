@@ -14,7 +14,7 @@ from primus_odc.errors import ConfigError, DataError
 from primus_odc.megatron.checkpoint import latest_step, read_state
 from primus_odc.megatron.run_options import RunOptions
 from primus_odc.megatron.train_config import TrainConfig
-from primus_odc.report.logs import require_no_log
+from primus_odc.report.logs import require_no_log, require_own_log
 
 LOCK = "run.lock"
 _NO_LOCKS = "put save on a file system that knows locks"
@@ -31,8 +31,10 @@ def check_outputs(options: RunOptions) -> None:
     step = problems.of(lambda: step_to_load(train))
     if load is not None and step is not None:
         problems.of(lambda: read_state(load, step))
-    elif not _continues_itself(train):
+    if load is None:
         problems.of(lambda: require_no_log(options.experiment.root))
+    elif not problems.found:
+        problems.of(lambda: require_own_log(options.experiment.root, options.comm.arm, options.params, step or 0))
     if save is not None:
         problems.of(lambda: _require_idle(save))
         problems.of(lambda: _require_own(train))
