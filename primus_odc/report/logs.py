@@ -216,6 +216,8 @@ def read_step_log(run: Path) -> StepLog:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; give the folder of a finished run of `primus-odc train`, or its {FILE_NAME}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
     lines = text.split("\n")
     torn = lines.pop() != ""
     if not lines:
@@ -324,7 +326,7 @@ def _line(record: LogHeader | StepRecord) -> str:
 def _parse(line: str, kind: type[T], where: str) -> T:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}") from None
     try:
         return schema.decode(kind, value)

@@ -110,3 +110,13 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(folder: Path) -> 
         check_outputs(options(folder, "odc_nopad", "run", lr=2e-2, save_interval=2, **empty))
     with pytest.raises(ConfigError, match="arm: odc_nopad in the log, nccl_pad in this run; choose another folder"):
         check_outputs(options(folder, "nccl_pad", "run", lr=1e-2, **empty))
+
+
+def test_learned_positions_reach_as_far_as_a_sample(folder: Path) -> None:
+    learned = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 100}
+    (problem,) = problems(folder, **learned)
+    assert problem.startswith("max_position_embeddings: 100 learned positions are fewer than the 128 tokens a sample may have")
+    options(folder, "odc_nopad", "run", **{**learned, "max_position_embeddings": 128})
+    options(folder, "odc_nopad", "run", **learned, odc={"max_tokens_per_microbatch": 100})
+    # Rotary positions are computed.
+    options(folder, "odc_nopad", "run", **{**learned, "position_embedding_type": "rope"})

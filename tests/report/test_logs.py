@@ -176,6 +176,7 @@ def test_torn_last_line_is_left_out(tmp_path: Path) -> None:
     [
         (0, "{}", r"steps\.jsonl:1: arm: missing"),
         (2, "what", r"steps\.jsonl:3: not JSON"),
+        (2, "[" * 100000, r"steps\.jsonl:3: not JSON"),
         (2, '{"step": "1"}', r"steps\.jsonl:3: step: expected a whole number"),
         (
             2,
