@@ -75,6 +75,8 @@ def load_block(path: Path, extended_by: Sequence[Path] = ()) -> dict[str, Any]:
     except OSError as error:
         by = f", which {extended_by[-1]} extends" if extended_by else ""
         raise ConfigError([f"cannot read {path}{by}: {error.strerror}"]) from error
+    except ConfigError:
+        raise
     except RecursionError:
         raise ConfigError([f"{path} is nested too deeply to be read"]) from None
     except (yaml.YAMLError, ValueError) as error:

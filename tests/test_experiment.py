@@ -179,7 +179,7 @@ def test_extends_a_missing_file(tmp_path: Path) -> None:
 )
 def test_refused_files(tmp_path: Path, text: str, said: str) -> None:
     message = refusal(write(tmp_path, "exp.yaml", text))
-    assert said in message
+    assert said in message and message.count("in the configuration:") == 1
     assert "exp.yaml" in message
 
 
