@@ -2,7 +2,8 @@
 
 What stands below ``<workspace>/<work_group>/<user_name>/<exp_name>``: ``steps.jsonl`` (:mod:`primus_odc.report.logs`), one line a step;
 checkpoints stand where ``save`` says, token caches below the workspace. A run is continued by ``load``; it then goes on writing its
-own step log, or begins one at that step in another folder. Nothing of an earlier run is written over.
+own step log, or begins one at that step in another folder. Nothing of another run is written over, earlier or running
+(:mod:`primus_odc.megatron.outputs`).
 
 All ranks walk through the same minibatches, evaluations and checkpoints, because each follows from the step number and the file alone.
 """

@@ -12,7 +12,7 @@ from primus_odc.report.result import FORMAT
 
 MAX_NAMED = 6
 # Keys that a killed run may be started again with: they change no step.
-_CHANGE_NO_STEP = ("load", "save_interval", "log_interval", "exit_interval", "distributed_timeout_minutes")
+_CHANGE_NO_STEP = ("save_interval", "log_interval", "exit_interval", "distributed_timeout_minutes")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,7 +55,8 @@ def foreign(header: LogHeader, end: int, arm: str, config: dict[str, object], fi
     old, new = header.config, schema.encode(config)
     if first_step and new.get("load") is not None and _same_folder(old.get("save"), new["load"]):
         return problems
-    kept_out = (*_CHANGE_NO_STEP, *(("comm_backend", "odc") if problems else ()))
+    # Where there was nothing to load, a killed run may have been started without it.
+    kept_out = (*_CHANGE_NO_STEP, *(() if first_step else ("load",)), *(("comm_backend", "odc") if problems else ()))
     old, new = ({key: value for key, value in params.items() if key not in kept_out} for params in (old, new))
     if different := differences(old, new, "the log", "this run"):
         more = f" and {len(different) - MAX_NAMED} more" if len(different) > MAX_NAMED else ""

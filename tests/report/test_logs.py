@@ -79,6 +79,11 @@ def test_only_its_own_log_is_continued(tmp_path: Path) -> None:
         (saving(own, load=str(own)), 0, "it is the log of a run that has ended, with step 2"),
         (saving(own, load=str(own), lr=2e-3), 0, "load holds no checkpoint, and it is another run's: lr is 0.001 in the log, 0.002"),
         (saving(tmp_path / "b", load=str(tmp_path / "b")), 2, "its run saved no checkpoint in load, and it is another run's: save is"),
+        (
+            saving(own, load=str(tmp_path / "c")),
+            2,
+            "its run saved no checkpoint in load, and it is another run's: load is not set in the log",
+        ),
         (replace(saving(own, load=str(own)), arm="odc_pad"), 2, "arm: nccl_pad in the log, odc_pad in this run"),
     ):
         with pytest.raises(DataError, match=re.escape(reason) + r".*; choose another folder with PRIMUS_EXP_NAME or --exp_name"):
