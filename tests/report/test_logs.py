@@ -74,16 +74,13 @@ def test_only_its_own_log_is_continued(tmp_path: Path) -> None:
     """Own is a log whose run saves where this one loads, or of the same configuration and not at its end."""
     own, run = tmp_path / "ckpt", tmp_path / "run"
     write(run, saving(own), [step(0), step(1), step(2)])
+    unsaved = "its run saved no checkpoint in load, and it is another run's"
     before = (run / "steps.jsonl").read_bytes()
     for header, first_step, reason in (
         (saving(own, load=str(own)), 0, "it is the log of a run that has ended, with step 2"),
         (saving(own, load=str(own), lr=2e-3), 0, "load holds no checkpoint, and it is another run's: lr is 0.001 in the log, 0.002"),
-        (saving(tmp_path / "b", load=str(tmp_path / "b")), 2, "its run saved no checkpoint in load, and it is another run's: save is"),
-        (
-            saving(own, load=str(tmp_path / "c")),
-            2,
-            "its run saved no checkpoint in load, and it is another run's: load is not set in the log",
-        ),
+        (saving(tmp_path / "b", load=str(tmp_path / "b")), 2, f"{unsaved}: load is not set in the log"),
+        (saving(own, load=str(tmp_path / "c")), 2, f"{unsaved}: load is not set in the log"),
         (replace(saving(own, load=str(own)), arm="odc_pad"), 2, "arm: nccl_pad in the log, odc_pad in this run"),
     ):
         with pytest.raises(DataError, match=re.escape(reason) + r".*; choose another folder with PRIMUS_EXP_NAME or --exp_name"):
