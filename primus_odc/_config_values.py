@@ -18,6 +18,8 @@ _REPLACED_VALUES: dict[str, dict[str, str]] = {"transport": {"rocshmem": "mori"}
 
 # Keys whose number may be 0.
 FROM_ZERO = ("microbatch_cost",)
+# A week: waits of sockets are limited to 2**31 ms, 24 days.
+AT_MOST = {"timeout_s": 604800.0}
 
 
 class BadValueError(ValueError):
@@ -74,7 +76,10 @@ def parse_value(key: str, value: Any, hint: Any) -> Any:
     if choices:
         return _parse_choice(key, value, choices, pair_allowed=_accepts(hint, tuple))
     if _accepts(hint, float):
-        return _at_least_0(value) if key in FROM_ZERO else _positive(value, "a number above 0")
+        if key in FROM_ZERO:
+            return _at_least_0(value)
+        most = AT_MOST.get(key, math.inf)
+        return _positive(value, "a number above 0" + (f" and at most {most:.0f}" if most < math.inf else ""), most)
     if _accepts(hint, bool):
         return _parse_bool(value)
     return _positive_int(value)
@@ -131,9 +136,9 @@ def _at_least_0(value: Any) -> float:
     return float(number)
 
 
-def _positive(value: Any, wanted: str) -> float:
+def _positive(value: Any, wanted: str, most: float = math.inf) -> float:
     number = _number(value)
-    if number is None or number <= 0:
+    if number is None or not 0 < number <= most:
         raise BadValueError(f"must be {wanted}, but {describe(value)} was given")
     return float(number)
 

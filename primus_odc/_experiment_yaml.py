@@ -21,7 +21,8 @@ import yaml
 from primus_odc.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$\{(?P<name>[^:{}]+)(?::(?P<default>[^}]*))?\}")
-_INTEGER = re.compile(r"-?\d+")
+# Longer ones stay text, which no key of a number accepts.
+_INTEGER = re.compile(r"-?\d{1,400}")
 _FLOAT = re.compile(r"-?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
 _KEY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
@@ -74,7 +75,11 @@ def load_block(path: Path, extended_by: Sequence[Path] = ()) -> dict[str, Any]:
     except OSError as error:
         by = f", which {extended_by[-1]} extends" if extended_by else ""
         raise ConfigError([f"cannot read {path}{by}: {error.strerror}"]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError([f"{path} is nested too deeply to be read"]) from None
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError([f"{path} is not YAML: {error}"]) from error
     if not isinstance(block, dict):
         raise ConfigError([f"{path} must be a block of keys, but is {'empty' if block is None else type(block).__name__}"])
@@ -123,7 +128,10 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             continue
         try:
             value = _typed(text)
-        except yaml.YAMLError as error:
+        except RecursionError:
+            problems.append(f"the value of {key} is nested too deeply to be read")
+            continue
+        except (yaml.YAMLError, ValueError) as error:
             problems.append(f"the value of {key}, {text!r}, is not YAML: {' '.join(str(error).split())}")
             continue
         block: dict[str, Any] = {}

@@ -96,6 +96,13 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_p
         for key in _REQUIRED
         if isinstance(content.get(key), dict | list | bool)
     ]
+    problems += [
+        f"{key} is {describe(content[key])}; it names one folder, so it cannot be empty, . or .., hold a / or end with .jsonl"
+        for key in _REQUIRED
+        if key != "workspace" and isinstance(content.get(key), str) and not _names_a_folder(content[key])
+    ]
+    if isinstance(content.get("workspace"), str) and (not content["workspace"] or "\0" in content["workspace"]):
+        problems.append(f"workspace is {describe(content['workspace'])}; it must be the path of a folder")
     problems += _check_modules(source, modules)
     if problems:
         raise ConfigError(problems)
@@ -129,6 +136,11 @@ def env_block(source: Path) -> dict[str, str]:
     if not isinstance(env, dict):
         raise ConfigError([f"{source}: env must be a block of names and values, but is {env!r}"])
     return {str(key): os.path.expandvars(str(value)) for key, value in env.items()}
+
+
+def _names_a_folder(name: str) -> bool:
+    """Whether output below it stays below it; a path that ends with .jsonl would be taken for a step log itself."""
+    return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and not name.endswith(".jsonl")
 
 
 def _check_modules(source: Path, modules: Any) -> list[str]:

@@ -100,6 +100,7 @@ def test_values_are_converted(key: str, given_value: Any, expected: Any) -> None
     ("key", "given_value", "said"),
     [
         ("timeout_s", 0, "the number 0"),
+        ("timeout_s", 604801, "the number 604801"),
         ("timeout_s", "soon", "the text 'soon'"),
         ("timeout_s", float("nan"), "the number nan"),
         ("timeout_s", True, "true"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -101,8 +102,20 @@ def test_self_contained_or_not(tmp_path: Path) -> None:
 
 
 def test_wrong_overrides_are_all_named(tmp_path: Path) -> None:
-    message = refusal(write(tmp_path, "exp.yaml", HEAD + TRAINER), "stray", "--train-iters=3", "a=[1", "=3", "--swiglu", "odc.timeout_s=3")
-    assert "5 problems" in message
+    message = refusal(
+        write(tmp_path, "exp.yaml", HEAD + TRAINER),
+        "stray",
+        "--train-iters=3",
+        "a=[1",
+        "=3",
+        "--swiglu",
+        "odc.timeout_s=3",
+        "b=" + "[" * 3000,
+        "c=" + "1" * 5000,
+    )
+    assert "7 problems" in message
+    assert "the value of b is nested too deeply" in message
+    assert "the value of c, " in message
     assert "'stray' is no override" in message
     assert "train_iters" in message
     assert "'[1', is not YAML" in message
@@ -160,12 +173,25 @@ def test_extends_a_missing_file(tmp_path: Path) -> None:
         (HEAD + "env: [1]\n" + TRAINER, "env must be a block"),
         ("", "is empty"),
         ("a: [1", "is not YAML"),
+        ("a: " + "[" * 3000 + "]" * 3000 + "\n", "is nested too deeply to be read"),
+        ("a: " + "1" * 5000 + "\n", "is not YAML"),
     ],
 )
 def test_refused_files(tmp_path: Path, text: str, said: str) -> None:
     message = refusal(write(tmp_path, "exp.yaml", text))
-    assert said in message
+    assert said in message and message.count("in the configuration:") == 1
     assert "exp.yaml" in message
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/a", "../../a", "a\0", "steps.jsonl"])
+def test_names_stay_below_the_workspace(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "exp.yaml", HEAD + TRAINER)
+    for key in ("work_group", "user_name", "exp_name"):
+        assert f"{key} is the text {name!r}; it names one folder" in refusal(path, f"--{key}={json.dumps(name)}")
+    # A leading dot, a number and a space name a folder as well.
+    assert load_experiment(path, ["--exp_name", ".a b", "--user_name", "3"]).root == Path("out/group/3/.a b")
+    for workspace in ("", "a\0"):
+        assert "workspace is the text" in refusal(path, f"--workspace={json.dumps(workspace)}")
 
 
 def test_missing_file(tmp_path: Path) -> None:

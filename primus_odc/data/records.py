@@ -48,7 +48,7 @@ def _chat_turns(messages: Any, sample_id: str) -> tuple[Turn, ...]:
     if isinstance(messages, str):
         try:
             messages = json.loads(messages)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"sample {sample_id!r}: 'messages' is a string but not JSON ({error})") from error
     if not isinstance(messages, Iterable) or isinstance(messages, Mapping):
         raise DataError(f"sample {sample_id!r}: 'messages' must be a list of {{role, content}}, not {type(messages).__name__}")

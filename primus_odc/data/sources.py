@@ -62,7 +62,7 @@ class JsonlSource:
         for sample_id, line in self._lines():
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{sample_id} of {self.name}: not a JSON line ({error})") from error
             if not isinstance(row, dict):
                 raise DataError(f"{sample_id} of {self.name}: a JSON object is wanted, not {type(row).__name__}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -72,13 +73,15 @@ def latest_step(folder: Path) -> int | None:
     """Step of the latest complete checkpoint of ``folder``; None where there is none.
 
     Raises:
-        DataError: the file that names it is damaged.
+        DataError: the folder cannot be read, or the file that names it is damaged.
     """
     try:
-        text = (folder / LATEST).read_text(encoding="utf-8")
+        text = (folder / LATEST).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
-    if not text.strip().isdigit():
+    except OSError as error:
+        raise DataError(f"{folder / LATEST} cannot be read: {error.strerror}; save and load name a folder of checkpoints") from error
+    if not re.fullmatch(r"[0-9]{1,18}", text.strip()):
         raise DataError(f"{folder / LATEST} holds {text!r} where the number of a step is expected; set ckpt_step to choose a checkpoint")
     return int(text)
 
@@ -94,8 +97,12 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((source / _STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{source}: no such checkpoint; set load to the folder it lies in and ckpt_step to its number") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise DataError(f"{source / _STATE} cannot be read: {error.strerror}; set load to a folder of checkpoints") from error
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{source / _STATE} is damaged: {error}") from None
+    if not isinstance(state, dict):
+        raise DataError(f"{source / _STATE} is damaged: it holds no JSON object")
     if state.get("format") != FORMAT:
         raise DataError(f"{source}: format {state.get('format')}, this release reads format {FORMAT}")
     return state

@@ -4,6 +4,8 @@ Every process ends in ``os._exit``: after collectives over gloo, a process that 
 and then although all its work is done. A process that fails says why on stderr and ends with a code other than 0; on demand the others
 notice by themselves, under collectives the launcher ends them.
 
+A process that torchrun started ends with torchrun, however that ends.
+
 What every process finds (a wrong key, unusable data) is told once: by the first process of each host. The others wait for the launcher
 to end them, and speak only if it does not.
 """
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING
 from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell
 from primus_odc.errors import ConfigError, DataError, OdcError, VersionError
 from primus_odc.experiment import load_experiment
+from primus_odc.megatron.local_ranks import end_with_launcher
 from primus_odc.megatron.train_config import normalise
 from primus_odc.versions import require_megatron, require_torch
 
@@ -55,6 +58,7 @@ def run_train(args: argparse.Namespace) -> int:
         ConfigError: what is wrong before any process group exists.
         VersionError: torch or megatron-core outside the tested range.
     """
+    end_with_launcher()
     try:
         options = prepare(args.config, args.overrides)
     except OdcError:
@@ -78,8 +82,8 @@ def prepare(config: str, overrides: Sequence[str]) -> RunOptions:
     _set_up_logging(int(os.environ.get("RANK", "0")))
     require_torch()
     require_megatron()
+    from primus_odc.megatron.outputs import check_outputs
     from primus_odc.megatron.run_options import RunOptions
-    from primus_odc.megatron.trainer import check_outputs
 
     options = RunOptions.of(experiment, normalise(experiment.params))
     check_outputs(options)

@@ -8,7 +8,8 @@ Each rank is a process of its own that runs a module as ``python -m MODULE RANK 
 * When a rank fails, the others get ``GRACE_S`` to notice and say so themselves, and are then killed. The same happens when no line of
   progress arrives in time, and on any exception here, Ctrl-C included.
 
-torch's own launcher is not used: it gives the other ranks no time to say what they saw, and takes seconds to start.
+torch's own launcher is not used: it gives the other ranks no time to say what they saw, and takes seconds to start. Ranks that it started
+for a training run end with it by :func:`end_with_launcher`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -29,6 +31,7 @@ from primus_odc.errors import OdcError
 
 GRACE_S = 10.0
 POLL_S = 0.05
+LAUNCHER_POLL_S = 0.5
 TAIL_LINES = 40
 _REASON = "\n=== this rank ends because:\n"
 
@@ -90,6 +93,26 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="primus-odc-parent", daemon=True).start()
+
+
+def end_with_launcher() -> None:
+    """In a process that torchrun started: end at once when torchrun is gone, also where it was killed and could end nobody.
+
+    Other processes, one that a user started in a shell among them, outlive their parent as usual.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+
+    def wait() -> None:
+        while os.getppid() == launcher:
+            time.sleep(LAUNCHER_POLL_S)
+        # The other end of standard error may be gone as well.
+        with suppress(OSError):
+            os.write(2, f"primus-odc: error: torchrun (process {launcher}) is gone, so rank {os.environ.get('RANK')} ends\n".encode())
+        os._exit(1)
+
+    threading.Thread(target=wait, name="primus-odc-launcher", daemon=True).start()
 
 
 def _watch(ranks: Sequence[subprocess.Popen[str]], silence_s: float, progress: Callable[[str], None]) -> bool:

@@ -59,6 +59,8 @@ class RunOptions:
         described = problems.of(lambda: gpt_config(params, vocab_size=1))
         problems.of(lambda: importlib.import_module("primus_odc.megatron.lr").schedule(params))
         problems.of(lambda: _require_devices(params.get("distributed_backend", "nccl")))
+        if described is not None and comm is not None:
+            problems.of(lambda: _require_positions(described, comm, params))
         if train is not None:
             problems.of(lambda: _require_checkpoint(train))
         if comm is not None and comm.arm.startswith("odc"):
@@ -108,6 +110,19 @@ def _require_devices(backend: Any) -> None:
             [
                 f"distributed_backend: nccl needs a GPU for each of {needed} processes of this host and torch sees {found}; start fewer "
                 "(GPUS_PER_NODE), or set distributed_backend: gloo to train on the CPU"
+            ]
+        )
+
+
+def _require_positions(described: Any, comm: ParsedComm, params: Mapping[str, Any]) -> None:
+    """A learned position for every token of the longest sample. Rotary positions are computed, so there ``max_position_embeddings`` says
+    nothing."""
+    cap = _cap(comm, params)
+    if described.position_embedding_type == "learned_absolute" and described.max_positions < cap:
+        raise ConfigError(
+            [
+                f"max_position_embeddings: {described.max_positions} learned positions are fewer than the {cap} tokens a sample may have "
+                "(odc.max_tokens_per_microbatch, else seq_length); set it to at least that, or position_embedding_type: rope"
             ]
         )
 

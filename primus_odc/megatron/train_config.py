@@ -7,6 +7,7 @@ Model, schedule, data and communication keys are checked by the parts they belon
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,14 @@ from primus_odc.errors import ConfigError
 from primus_odc.megatron.train_keys import FIXED, TEXT_KEYS
 
 _FLAGS = ("bf16", "grad_reduce_in_bf16", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+
+_LARGEST = sys.float_info.max
+_SMALLEST_FP32 = 2.0**-126
+"""The smallest normal number."""
+_SEEDS = 2**32
+"""What numpy takes, which Megatron seeds too."""
+_TIMEOUT_MINUTES = 10000
+"""About a week. Waits of sockets are limited to 2**31 ms, 24 days."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -86,7 +95,7 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and least <= value < below
         if value is None or not good or (whole and value != int(value)):
             given = "is missing" if key not in params else f"is {describe(value)}"
-            bound = f" and below {below:g}" if below < math.inf else ""
+            bound = f" and below {below}" if below < math.inf else ""
             problems.append(f"{key} {given}; it must be a {'whole ' if whole else ''}number of at least {least:g}{bound}")
             return least
         return int(value) if whole else float(value)
@@ -96,24 +105,34 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
 
     def folder(key: str) -> Path | None:
         value = params.get(key)
-        if value is not None and not (isinstance(value, str) and value):
+        if value is None:
+            return None
+        if not (isinstance(value, str) and value) or "\0" in value:
             problems.append(f"{key} is {describe(value)}; it must be the path of a folder, or null")
             return None
-        return None if value is None else Path(value).expanduser()
+        try:
+            path = Path(value).expanduser()
+        except RuntimeError as error:
+            problems.append(f"{key} is {describe(value)}, and there is no such home folder: {error}")
+            return None
+        if path.exists() and not path.is_dir():
+            problems.append(f"{key} is {describe(value)}, which is a file; it must be the path of a folder, or null")
+        return path
 
     backend = params.get("distributed_backend", "nccl")
     if backend not in ("gloo", "nccl"):
         problems.append(f"distributed_backend is {describe(backend)}; allowed: gloo (trains on the CPU), nccl (trains on GPUs)")
     for key in ("adam_beta1", "adam_beta2"):
         number(key, 0.0, least=0, below=1, whole=False)
-    for key in ("adam_eps", "clip_grad"):
-        number(key, 0.0, least=0, whole=False)
+    number("clip_grad", 0.0, least=0, whole=False)
+    # A divisor: what fp32 rounds to 0 makes weights NaN where a gradient is 0.
+    number("adam_eps", 1e-8, least=_SMALLEST_FP32, whole=False)
     flags = {key: params.get(key, False) for key in _FLAGS}
     problems += [f"{key} is {describe(value)}; it must be true or false" for key, value in flags.items() if not isinstance(value, bool)]
     config = TrainConfig(
         train_iters=number("train_iters", -1),
         global_batch_size=number("global_batch_size", -1),
-        seed=number("seed", 1234, least=0),
+        seed=number("seed", 1234, least=0, below=_SEEDS),
         eval_interval=interval("eval_interval"),
         eval_iters=number("eval_iters", 100, least=0),
         save=folder("save"),
@@ -123,7 +142,7 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
         exit_interval=interval("exit_interval"),
         log_interval=number("log_interval", 100),
         distributed_backend=backend,
-        distributed_timeout_minutes=number("distributed_timeout_minutes", 10, least=0.01, whole=False),
+        distributed_timeout_minutes=number("distributed_timeout_minutes", 10, least=0.01, below=_TIMEOUT_MINUTES, whole=False),
         make_vocab_size_divisible_by=number("make_vocab_size_divisible_by", 128),
     )
     if config.ckpt_step is not None and config.load is None:
@@ -138,14 +157,14 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
 def normalise(params: Mapping[str, Any]) -> dict[str, Any]:
     """``params`` with text that spells a number turned into one (YAML reads ``1e-4`` as text), except where a text is meant.
 
-    Numbers that are not finite become or stay text, which no key of a number accepts.
+    Numbers that are not finite, and whole ones beyond all that are, become or stay text, which no key of a number accepts.
     """
     return {key: value if key in TEXT_KEYS else _number(value) for key, value in params.items()}
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+    if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:
+        return str(value) if isinstance(value, float) else "a whole number that no float can hold"
     if not isinstance(value, str):
         return value
     try:

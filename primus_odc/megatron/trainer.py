@@ -2,7 +2,8 @@
 
 What stands below ``<workspace>/<work_group>/<user_name>/<exp_name>``: ``steps.jsonl`` (:mod:`primus_odc.report.logs`), one line a step;
 checkpoints stand where ``save`` says, token caches below the workspace. A run is continued by ``load``; it then goes on writing its
-own step log, or begins one at that step in another folder. Nothing of an earlier run is written over.
+own step log, or begins one at that step in another folder. Nothing of another run is written over, earlier or running
+(:mod:`primus_odc.megatron.outputs`).
 
 All ranks walk through the same minibatches, evaluations and checkpoints, because each follows from the step number and the file alone.
 """
@@ -21,16 +22,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from primus_odc._problems import Problems
 from primus_odc.data import MinibatchStream, TokenDataset, build_dataset, build_tokenizer
-from primus_odc.errors import ConfigError, DataError, PlanError
+from primus_odc.errors import DataError, PlanError
 from primus_odc.megatron.arm import Arm, Minibatch, StepOutcome
-from primus_odc.megatron.checkpoint import latest_step, load_checkpoint, read_state, save_checkpoint
+from primus_odc.megatron.checkpoint import load_checkpoint, save_checkpoint
 from primus_odc.megatron.collector import collecting_between_steps
 from primus_odc.megatron.minibatch import Maker, MinibatchFactory, evaluation_minibatches, make_minibatch
+from primus_odc.megatron.outputs import hold_save, step_to_load
 from primus_odc.megatron.run_options import RunOptions
 from primus_odc.megatron.train_config import TrainConfig
-from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, log_path, require_no_log
+from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, log_path
 from primus_odc.report.machine import describe_machine, describe_versions
 
 logger = logging.getLogger("primus_odc")
@@ -47,6 +48,11 @@ def train(options: RunOptions, device: torch.device, on_step: Callable[[Minibatc
     Raises:
         OdcError: anything wrong with configuration, data, checkpoint or a peer.
     """
+    with hold_save(options.train):
+        _train(options, device, on_step)
+
+
+def _train(options: RunOptions, device: torch.device, on_step: Callable[[Minibatch, StepOutcome], None] | None) -> None:
     params, train = options.params, options.train
     # The model first: reading the data may take long, and a model that does not fit should not.
     vocab_size = train.padded_vocab_size(build_tokenizer(params).vocab_size)
@@ -88,38 +94,6 @@ def train(options: RunOptions, device: torch.device, on_step: Callable[[Minibatc
     arm.close()
 
 
-def check_outputs(options: RunOptions) -> None:
-    """Refuse to write over the outputs of an earlier run, and to continue from a checkpoint that is not there.
-
-    Raises:
-        ConfigError: all such problems at once.
-    """
-    problems, train = Problems(), options.train
-    save, load = train.save, train.load
-    continues_itself = save is not None and load is not None and save.resolve() == load.resolve()
-    step = problems.of(lambda: _step_to_load(train))
-    if load is not None and step is not None:
-        problems.of(lambda: read_state(load, step))
-    elif not continues_itself:
-        problems.of(lambda: require_no_log(options.experiment.root))
-    if save is not None and not continues_itself:
-        problems.of(lambda: _require_no_checkpoint(save))
-    problems.raise_any()
-
-
-def _require_no_checkpoint(save: Path) -> None:
-    step = latest_step(save)
-    if step is not None:
-        raise ConfigError([f"save: {save} holds the checkpoint of step {step} of a run; continue it (load: {save}), or save elsewhere"])
-
-
-def _step_to_load(train: TrainConfig) -> int | None:
-    """Of the checkpoint that ``load`` and ``ckpt_step`` mean; None where there is none yet."""
-    if train.load is None:
-        return None
-    return train.ckpt_step if train.ckpt_step is not None else latest_step(train.load)
-
-
 def _maker(options: RunOptions, arm: Arm, device: torch.device) -> Maker:
     return partial(
         make_minibatch,
@@ -147,7 +121,7 @@ def _resume(train: TrainConfig, arm: Arm, stream: MinibatchStream) -> int:
     """The first step to train."""
     if train.load is None:
         return 0
-    step = _step_to_load(train)
+    step = step_to_load(train)
     found: list[int | None] = [None] * arm.world_size
     dist.all_gather_object(found, step)
     if len(set(found)) > 1:

@@ -89,7 +89,7 @@ def read_lengths(path: str | Path) -> npt.NDArray[np.int64]:
         meant = likely(str(path).partition("/")[0], list(DISTRIBUTIONS))
         hint = f"; did you mean {meant}?" if meant else ""
         raise PlanError(f"cannot read lengths from {path}: {error.strerror}. Give a file, or {names}, optionally with /64{hint}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is not a file of sample lengths: {error}") from error
     if not isinstance(values, list) or not values:
         raise PlanError(f"{path} holds no list of sample lengths")

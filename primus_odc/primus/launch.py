@@ -31,8 +31,10 @@ def main() -> None:
     # Run as a script, this file's folder comes first on the path, and its modules would be found under short names.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
+    from primus_odc.megatron.local_ranks import end_with_launcher
     from primus_odc.primus.loading import install
 
+    end_with_launcher()
     checkout = os.environ.get("PRIMUS_PATH")
     if checkout:
         if not Path(checkout, "primus", "cli", "main.py").is_file():

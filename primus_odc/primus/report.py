@@ -62,7 +62,7 @@ class StepReporter:
             versions=describe_versions(),
         )
         try:
-            self._log = StepLogWriter(folder, header, first_step)
+            self._log = StepLogWriter(folder, header, first_step, resumed=first_step > 0)
         except DataError as error:
             # A checkpoint may be continued with another number of ranks or in another folder; only its log cannot.
             logger.warning("no step log: %s", error)

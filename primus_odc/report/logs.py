@@ -2,8 +2,9 @@
 
 First line: a :class:`LogHeader`, saying what was trained. Every further line: a :class:`StepRecord`, one per optimizer step in order.
 Each line is a JSON object written and flushed at once, so a killed run leaves at most one torn last line, which the reader leaves out and
-reports. A resumed run continues its own log: steps from the resumed one on are cut off first, because the run repeats them. In another
-folder it begins a log with the step that it goes on at.
+reports. A resumed run continues its own log, in the arm of that log: steps from the resumed one on are cut off first, because the run
+repeats them. In another folder it begins a log with the step that it goes on at. A log is a run's own where the run loads checkpoints from
+the folder that the log's run saves them in, or where it is the same configuration started again and the log has not reached its end.
 
 Two runs are comparable when they trained on the same minibatches: same data, seed, global batch size and number of ranks, the same steps,
 and at every common step the same number of tokens. Anything else is refused, every difference by name. Other differences (a learning
@@ -12,52 +13,25 @@ rate, a machine) are allowed and noted.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
 
+from primus_odc._locks import lock_open_file
 from primus_odc.errors import DataError
 from primus_odc.report import schema
+from primus_odc.report.log_header import MAX_NAMED, LogHeader, differences, foreign, header_problems
 from primus_odc.report.machine import utc_now
 from primus_odc.report.result import FORMAT, ArmResult, ComparisonResult
 
 FILE_NAME = "steps.jsonl"
 WARMUP_STEPS = 2
-MAX_NAMED = 6
 _OTHER_FOLDER = "choose another folder with PRIMUS_EXP_NAME or --exp_name"
-
 T = TypeVar("T")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class LogHeader:
-    """What a run trained: the first line of its log."""
-
-    arm: str
-    """Reporting name, as in ``ArmResult.arm``."""
-    world_size: int
-    """Number of ranks."""
-    seed: int
-    """Of model and data order."""
-    global_batch_size: int
-    """Samples per minibatch over all ranks."""
-    data: dict[str, object]
-    """What identifies the data: source, tokenizer, cache digest, number of samples; equal exactly when the token sequences are."""
-    config: dict[str, object] = field(default_factory=dict)
-    """The experiment's flat parameters."""
-    machine: dict[str, object] = field(default_factory=dict)
-    """See :func:`primus_odc.report.machine.describe_machine`."""
-    versions: dict[str, str] = field(default_factory=dict)
-    """See :func:`primus_odc.report.machine.describe_versions`."""
-    first_step: int = 0
-    """Step of the first record; above 0 where the run goes on from a checkpoint that another folder's run wrote."""
-    format: int = FORMAT
-    """Version of this schema."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -107,8 +81,8 @@ class StepLogWriter:
         The log is locked as long as it is open, so that two runs cannot write one.
 
         Raises:
-            DataError: there is a log and the run is not ``resumed``, the log lacks steps or belongs to a run that is not comparable,
-                another process is writing it, or the folder cannot be written.
+            DataError: there is a log and the run is not ``resumed``, the log lacks steps, is another run's or of another arm, or belongs to
+                a run that is not comparable, another process is writing it, or the folder cannot be written.
         """
         assert resumed or first_step == 0
         self.dropped = 0
@@ -141,12 +115,13 @@ class StepLogWriter:
         start = old.header.first_step
         if not old.steps:
             return replace(header, first_step=first_step), []
-        problems = _header_problems(old.header, header, "the log", "this run")
+        problems = foreign(old.header, start + len(old.steps), header.arm, header.config, first_step)
+        problems += header_problems(old.header, header, "the log", "this run")
         kept = [record for record in old.steps if record.step < first_step]
         if not problems and start + len(kept) != first_step:
             problems.append(f"the log has steps {start} to {start + len(old.steps) - 1}, and this run goes on at step {first_step}")
         if problems:
-            raise DataError(f"{self._path}: cannot be continued: {'; '.join(problems)}; {_OTHER_FOLDER}")
+            raise DataError(_refusal(self._path, problems))
         self.dropped = len(old.steps) - len(kept)
         return replace(header, first_step=start), kept
 
@@ -177,9 +152,31 @@ def require_no_log(run: Path) -> None:
     if path.exists():
         if _holds_steps(path):
             raise DataError(_taken(path))
-        # Shared, because all ranks of a run ask at the same time.
-        with path.open("rb") as file:
-            _lock(file, path, fcntl.LOCK_SH)
+        _require_idle(path)
+
+
+def require_own_log(run: Path, arm: str, config: dict[str, object], first_step: int) -> None:
+    """Whether a run that has ``load`` can go on in the folder, as far as its configuration says.
+
+    Raises:
+        DataError: the folder holds a log that such a run does not continue.
+    """
+    path = log_path(run)
+    if path.exists() and _holds_steps(path):
+        _require_idle(path)
+        log = read_step_log(path)
+        if problems := foreign(log.header, log.header.first_step + len(log.steps), arm, config, first_step):
+            raise DataError(_refusal(path, problems))
+
+
+def _require_idle(path: Path) -> None:
+    # Shared, because all ranks of a run ask at the same time.
+    with path.open("rb") as file:
+        _lock(file, path, shared=True)
+
+
+def _refusal(path: Path, problems: Sequence[str]) -> str:
+    return f"{path}: cannot be continued: {'; '.join(problems)}; {_OTHER_FOLDER}"
 
 
 def _holds_steps(path: Path) -> bool:
@@ -196,14 +193,8 @@ def _running(path: Path) -> str:
     return f"{path} is being written by a run that is still going on; {_OTHER_FOLDER}, or wait for its end"
 
 
-def _lock(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> None:
-    """Holds a lock on an open file until it is closed."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise DataError(_running(path)) from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be locked: {error.strerror}; put the workspace on a file system that knows locks") from error
+def _lock(file: IO[Any], path: Path, *, shared: bool = False) -> None:
+    lock_open_file(file, str(path), busy=_running(path), remedy="put the workspace on a file system that knows locks", shared=shared)
 
 
 def log_path(run: Path) -> Path:
@@ -225,6 +216,8 @@ def read_step_log(run: Path) -> StepLog:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; give the folder of a finished run of `primus-odc train`, or its {FILE_NAME}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
     lines = text.split("\n")
     torn = lines.pop() != ""
     if not lines:
@@ -249,7 +242,7 @@ def compare_logs(run_a: Path, run_b: Path, command: str = "") -> ComparisonResul
         DataError: the runs are not comparable; every reason is named.
     """
     log_a, log_b = read_step_log(run_a), read_step_log(run_b)
-    problems = _header_problems(log_a.header, log_b.header, "A", "B")
+    problems = header_problems(log_a.header, log_b.header, "A", "B")
     start = max(log.header.first_step for log in (log_a, log_b))
     stop = min(log.header.first_step + len(log.steps) for log in (log_a, log_b))
     steps_a, steps_b = ([record for record in log.steps if start <= record.step < stop] for log in (log_a, log_b))
@@ -293,27 +286,6 @@ def _arm(name: str, steps: Sequence[StepRecord]) -> ArmResult:
     )
 
 
-def _header_problems(a: LogHeader, b: LogHeader, name_a: str, name_b: str) -> list[str]:
-    """Differences that make two runs see different minibatches, or spread them over different numbers of ranks."""
-    keys: dict[str, Callable[[LogHeader], object]] = {
-        "seed": lambda header: header.seed,
-        "global batch size": lambda header: header.global_batch_size,
-        "number of ranks": lambda header: header.world_size,
-    }
-    problems = [f"{key}: {get(a)} in {name_a}, {get(b)} in {name_b}" for key, get in keys.items() if get(a) != get(b)]
-    return problems + [f"other data: {item}" for item in _differences(a.data, b.data, name_a, name_b)]
-
-
-def _differences(a: dict[str, object], b: dict[str, object], name_a: str, name_b: str) -> list[str]:
-    absent = object()
-    pairs = ((key, a.get(key, absent), b.get(key, absent)) for key in sorted(set(a) | set(b)))
-    return [f"{key} is {_show(x, absent)} in {name_a}, {_show(y, absent)} in {name_b}" for key, x, y in pairs if x != y]
-
-
-def _show(value: object, absent: object) -> str:
-    return "not set" if value is absent else json.dumps(value)
-
-
 def _notes(a: StepLog, b: StepLog, start: int, stop: int) -> list[str]:
     notes = [
         "Made from the logs of two finished runs: they did not run in alternation, so the machine may have been busier in one of them."
@@ -325,7 +297,7 @@ def _notes(a: StepLog, b: StepLog, start: int, stop: int) -> list[str]:
         ("Machine", a.header.machine, b.header.machine),
         ("Versions", a.header.versions, b.header.versions),
     ):
-        different = _differences(dict(left), dict(right), "A", "B")
+        different = differences(dict(left), dict(right), "A", "B")
         if different:
             more = f"; and {len(different) - MAX_NAMED} more" if len(different) > MAX_NAMED else ""
             notes.append(f"{title} differs: {'; '.join(different[:MAX_NAMED])}{more}.")
@@ -354,7 +326,7 @@ def _line(record: LogHeader | StepRecord) -> str:
 def _parse(line: str, kind: type[T], where: str) -> T:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}") from None
     try:
         return schema.decode(kind, value)

@@ -54,6 +54,7 @@ def test_text_form_reads_only_text() -> None:
         ({"prompt": "P", "response": "\ud800"}, "response is not valid Unicode.*at character 0"),
         ({"messages": []}, "'messages' is empty"),
         ({"messages": "not json"}, "not JSON"),
+        ({"messages": "[" * 100000}, "not JSON"),
         ({"messages": {"role": "user"}}, "must be a list"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\] must have the keys"),
         ({"messages": [*MESSAGES, {"role": "asistant", "content": "A"}]}, r"messages\[3\].*'asistant'.*did you mean 'assistant'"),

@@ -25,7 +25,9 @@ def test_jsonl_ids_are_lines_and_empty_lines_are_skipped(tmp_path: Path) -> None
     assert len(source) == 3
 
 
-@pytest.mark.parametrize(("line", "reason"), [("{broken", "not a JSON line"), ("[1]", "JSON object is wanted, not list")])
+@pytest.mark.parametrize(
+    ("line", "reason"), [("{broken", "not a JSON line"), ("[" * 100000, "not a JSON line"), ("[1]", "JSON object is wanted, not list")]
+)
 def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
     file = write(tmp_path / "a.jsonl", '{"text": "one"}\n' + line + "\n")
     with pytest.raises(DataError, match=f"a.jsonl:2 .*{reason}"):

@@ -74,18 +74,22 @@ def test_refusals_say_what_differs(trained: tuple[Path, Arm], tmp_path: Path) ->
     (copy / "trainer.json").write_text(json.dumps({**state, "format": 99}))
     with pytest.raises(DataError, match="format 99"):
         load_checkpoint(tmp_path, 1, arm, make_stream())
-    (copy / "trainer.json").write_text("{")
-    with pytest.raises(DataError, match="damaged"):
-        load_checkpoint(tmp_path, 1, arm, make_stream())
+    for damaged in (b"{", b"[" * 100000, b"\xff", b"[]"):
+        (copy / "trainer.json").write_bytes(damaged)
+        with pytest.raises(DataError, match="damaged"):
+            load_checkpoint(tmp_path, 1, arm, make_stream())
 
 
 def test_latest_is_named_only_when_complete(trained: tuple[Path, Arm], tmp_path: Path) -> None:
     folder, _ = trained
     assert latest_step(folder) == 1
     assert latest_step(tmp_path) is None
-    (tmp_path / LATEST).write_text("soon")
-    with pytest.raises(DataError, match="ckpt_step"):
-        latest_step(tmp_path)
+    for damaged in (b"soon", b"\xff", b"1" * 5000, "\u00b2".encode()):
+        (tmp_path / LATEST).write_bytes(damaged)
+        with pytest.raises(DataError, match="ckpt_step"):
+            latest_step(tmp_path)
+    with pytest.raises(DataError, match="cannot be read: Not a directory"):
+        latest_step(tmp_path / LATEST)
     blocked = tmp_path / "file"
     blocked.touch()
     with pytest.raises(DataError, match="cannot be written"):

@@ -96,3 +96,33 @@ def test_ranks_end_with_the_process_that_started_them(sent: signal.Signals, tmp_
     os.kill(parent.pid, sent)
     assert parent.wait(timeout=30) != 0
     assert all(gone(pid) for pid in ranks)
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_only_ranks_of_torchrun_end_with_it(by_torchrun: bool, tmp_path: Path) -> None:
+    rank = (
+        "import time\nfrom primus_odc.megatron.local_ranks import end_with_launcher\nend_with_launcher()\nprint(flush=True)\ntime.sleep(60)"
+    )
+    script = (
+        "import subprocess, sys, time\nrank = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE)\n"
+        "rank.stdout.readline()\nprint(rank.pid, flush=True)\ntime.sleep(60)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    if by_torchrun:
+        environment["TORCHELASTIC_RUN_ID"] = "none"
+    with (tmp_path / "errors").open("w") as errors:
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", script, rank], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    assert launcher.stdout is not None
+    with launcher.stdout:
+        pid = int(launcher.stdout.readline())
+        launcher.kill()
+        launcher.wait(timeout=30)
+    if by_torchrun:
+        assert gone(pid)
+        assert f"torchrun (process {launcher.pid}) is gone" in (tmp_path / "errors").read_text()
+    else:
+        time.sleep(3 * local_ranks.LAUNCHER_POLL_S)
+        os.kill(pid, signal.SIGKILL)  # raises where it has ended
+        assert gone(pid)

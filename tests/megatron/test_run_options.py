@@ -10,8 +10,8 @@ import pytest
 
 from primus_odc.errors import ConfigError
 from primus_odc.megatron.checkpoint import LATEST
+from primus_odc.megatron.outputs import check_outputs
 from primus_odc.megatron.run_options import RunOptions
-from primus_odc.megatron.trainer import check_outputs
 from tests.megatron.run_cases import options, write_dialogues
 from tests.report.test_logs import HEADER, step, write
 
@@ -80,18 +80,43 @@ def checkpoint(folder: Path, number: int) -> Path:
 def test_outputs_of_an_earlier_run(folder: Path) -> None:
     saved, empty = checkpoint(folder / "saved", 3), str(folder / "empty")
     check_outputs(options(folder, "odc_nopad", "run", save=empty, load=empty))
-    write(folder / "run", HEADER, [step(0)])
+    write(folder / "run", replace(HEADER, arm="odc_nopad", config={"save": str(saved)}), [step(0)])
     for keys, said in (
         ({}, ["log of another run"]),
         ({"load": empty, "save": empty + "2"}, ["holds no checkpoint"]),
+        ({"load": empty, "save": empty}, ["load holds no checkpoint, and it is another run's: "]),
         ({"save": str(saved)}, ["log of another run", "holds the checkpoint of step 3"]),
         ({"load": str(saved), "ckpt_step": 2}, ["iter_0000002: no such checkpoint"]),
         ({"load": str(saved), "save": str(checkpoint(folder / "other", 1))}, ["holds the checkpoint of step 1"]),
+        ({"load": str(folder / "other")}, ["its run saved no checkpoint in load, and it is another run's: "]),
     ):
         with pytest.raises(ConfigError) as caught:
             check_outputs(options(folder, "odc_nopad", "run", **keys))
         assert len(caught.value.problems) == len(said)
         assert all(part in problem for part, problem in zip(said, caught.value.problems, strict=True)), caught.value.problems
-    # A run that goes on, and one that died before its first checkpoint.
     check_outputs(options(folder, "odc_nopad", "run", load=str(saved), save=str(saved)))
-    check_outputs(options(folder, "odc_nopad", "run", load=empty, save=empty))
+    # In another arm only into another folder.
+    with pytest.raises(ConfigError, match="arm: odc_nopad in the log, nccl_pad in this run; choose another folder"):
+        check_outputs(options(folder, "nccl_pad", "run", load=str(saved), save=str(saved)))
+    check_outputs(options(folder, "nccl_pad", "second", load=str(saved), save=str(saved)))
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(folder: Path) -> None:
+    empty = {"load": str(folder / "empty"), "save": str(folder / "empty")}
+    killed = options(folder, "odc_nopad", "run", save=empty["save"], save_interval=5, lr=1e-2)
+    write(folder / "run", replace(HEADER, arm="odc_nopad", config=killed.params), [step(number) for number in range(8)])
+    check_outputs(options(folder, "odc_nopad", "run", lr=1e-2, save_interval=2, **empty))
+    with pytest.raises(ConfigError, match=r"another run's: lr is 0.01 in the log, 0.02 in this run; choose another folder"):
+        check_outputs(options(folder, "odc_nopad", "run", lr=2e-2, save_interval=2, **empty))
+    with pytest.raises(ConfigError, match="arm: odc_nopad in the log, nccl_pad in this run; choose another folder"):
+        check_outputs(options(folder, "nccl_pad", "run", lr=1e-2, **empty))
+
+
+def test_learned_positions_reach_as_far_as_a_sample(folder: Path) -> None:
+    learned = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 100}
+    (problem,) = problems(folder, **learned)
+    assert problem.startswith("max_position_embeddings: 100 learned positions are fewer than the 128 tokens a sample may have")
+    options(folder, "odc_nopad", "run", **{**learned, "max_position_embeddings": 128})
+    options(folder, "odc_nopad", "run", **learned, odc={"max_tokens_per_microbatch": 100})
+    # Rotary positions are computed.
+    options(folder, "odc_nopad", "run", **{**learned, "position_embedding_type": "rope"})

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from primus_odc.errors import ConfigError
 from primus_odc.megatron.command import QUIET_S, add_train_arguments, run_train
 from primus_odc.report.logs import read_step_log
+from tests.megatron.test_local_ranks import gone
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 TIMEOUT_S = 100
@@ -125,6 +127,32 @@ def test_unusable_data_are_told_without_a_traceback(tmp_path: Path) -> None:
     done = train(tmp_path, *words)
     assert done.returncode == 2
     assert "primus-odc: error: sample 'bad.jsonl:1'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_a_killed_launcher_leaves_no_rank_and_the_run_goes_on(tmp_path: Path) -> None:
+    words = ["--comm_backend", "odc_nopad", "--sft_max_samples", "300", "--eval_iters", "0", "--save", str(tmp_path / "c")]
+    words += ["--load", str(tmp_path / "c"), "--save_interval", "1", "--lr_decay_iters", "9000"]
+    command = [sys.executable, *TORCHRUN, "-m", "primus_odc", "train", str(SMOKE), *words, "--train_iters", "9000"]
+    log = tmp_path / "primus_odc" / "local" / "smoke" / "steps.jsonl"
+    with (tmp_path / "out").open("w") as out:
+        launcher = subprocess.Popen(command, env=environment(tmp_path), stdout=out, stderr=out)
+    ranks: list[int] = []
+    try:
+        deadline = time.monotonic() + TIMEOUT_S / 2
+        while not (log.exists() and log.read_text().count("\n") > 2):
+            assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()
+            time.sleep(0.1)
+        ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+        assert len(ranks) == 2
+    finally:
+        launcher.kill()
+        launcher.wait(timeout=30)
+    assert all(gone(pid) for pid in ranks)
+    steps = len(read_step_log(log).steps)
+    done = train(tmp_path, *words, "--train_iters", "9000", "--exit_interval", "1", launcher=TORCHRUN)
+    assert done.returncode == 0 and "continuing after step" in done.stdout, done.stderr
+    assert 0 < len(read_step_log(log).steps) <= steps + 1
 
 
 def arguments(*words: str) -> argparse.Namespace:

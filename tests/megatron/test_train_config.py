@@ -64,6 +64,36 @@ def test_all_wrong_keys_are_named_at_once() -> None:
         assert any(key in problem for problem in caught.value.problems), key
 
 
+@pytest.mark.parametrize(
+    ("key", "refused", "accepted"),
+    [
+        ("seed", 2**32, 2**32 - 1),
+        ("distributed_timeout_minutes", 10000, 9999.5),
+        ("adam_eps", 0, 1e-15),
+        ("adam_eps", 1e-46, 2.0**-126),  # 1e-46 is 0 in fp32
+        ("train_iters", 10**400, 10**6),
+    ],
+)
+def test_bounds(key: str, refused: Any, accepted: Any) -> None:
+    parse_train(normalise({**LOOP, key: accepted}))
+    with pytest.raises(ConfigError, match=f"{key} is .*; it must be a .*number of at least"):
+        parse_train(normalise({**LOOP, key: refused}))
+
+
+@pytest.mark.parametrize("key", ["save", "load"])
+def test_folders_are_folders(key: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for value, reason in (
+        (str(tmp_path / "file"), "which is a file; it must be the path of a folder"),
+        ("a\0b", "it must be the path of a folder"),
+        ("~no-such-user/a", "no such home folder"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key} is the text .*{reason}"):
+            parse_train({**LOOP, key: value})
+    parse_train({**LOOP, key: str(tmp_path)})
+    parse_train({**LOOP, key: str(tmp_path / "new")})
+
+
 def test_text_that_spells_a_number_is_one_except_where_a_text_is_meant() -> None:
     assert normalise({"a": "nan", "b": math.inf, "c": "-5"}) == {"a": "nan", "b": "inf", "c": -5}
     given = {**LOOP, "lr": "1e-4", "train_iters": "12", "save": "7", "tokenizer_model": "1e3", "normalization": "RMSNorm", "bf16": False}

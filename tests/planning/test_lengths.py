@@ -63,6 +63,7 @@ def test_files(tmp_path: Path, suffix: str, text: str) -> None:
         (".txt", "3 0", "entry 2"),
         (".json", '{"length": 3}', "no list"),
         (".json", "[3, ", "not a file of sample lengths"),
+        (".json", "[" * 100000, "not a file of sample lengths"),
         (".json", "[3, true]", "entry 2"),
         (".jsonl", '3\n{"len": 4}', "entry 2 .* is {"),
         (".jsonl", "3\n2.5", "entry 2"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from primus_odc.errors import DataError
-from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, compare_logs, read_step_log, require_no_log
+from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, compare_logs, read_step_log, require_no_log, require_own_log
 
 HEADER = LogHeader(
     arm="nccl_pad",
@@ -63,6 +64,39 @@ def test_resume_cuts_the_steps_that_are_repeated(tmp_path: Path) -> None:
     # A run that died before its first checkpoint starts over.
     with StepLogWriter(tmp_path, HEADER, resumed=True) as log:
         assert log.dropped == 3
+
+
+def saving(folder: Path, **changed: object) -> LogHeader:
+    return replace(HEADER, config={"lr": 1e-3, "train_iters": 3, "save": str(folder), **changed})
+
+
+def test_only_its_own_log_is_continued(tmp_path: Path) -> None:
+    """Own is a log whose run saves where this one loads, or of the same configuration and not at its end."""
+    own, run = tmp_path / "ckpt", tmp_path / "run"
+    write(run, saving(own), [step(0), step(1), step(2)])
+    unsaved = "its run saved no checkpoint in load, and it is another run's"
+    before = (run / "steps.jsonl").read_bytes()
+    for header, first_step, reason in (
+        (saving(own, load=str(own)), 0, "it is the log of a run that has ended, with step 2"),
+        (saving(own, load=str(own), lr=2e-3), 0, "load holds no checkpoint, and it is another run's: lr is 0.001 in the log, 0.002"),
+        (saving(tmp_path / "b", load=str(tmp_path / "b")), 2, f"{unsaved}: load is not set in the log"),
+        (saving(own, load=str(tmp_path / "c")), 2, f"{unsaved}: load is not set in the log"),
+        (replace(saving(own, load=str(own)), arm="odc_pad"), 2, "arm: nccl_pad in the log, odc_pad in this run"),
+    ):
+        with pytest.raises(DataError, match=re.escape(reason) + r".*; choose another folder with PRIMUS_EXP_NAME or --exp_name"):
+            StepLogWriter(run, header, first_step, resumed=True)
+        with pytest.raises(DataError, match=re.escape(reason)):
+            require_own_log(run, header.arm, header.config, first_step)
+        assert (run / "steps.jsonl").read_bytes() == before
+    elsewhere = saving(tmp_path / "b", load=f"{own}/../ckpt", lr=2e-3)
+    require_own_log(run, elsewhere.arm, elsewhere.config, 2)
+    with StepLogWriter(run, elsewhere, 2, resumed=True) as log:
+        assert log.dropped == 1
+        with pytest.raises(DataError, match="still going on"):
+            require_own_log(run, elsewhere.arm, elsewhere.config, 2)
+    # Killed before it saved in its new folder, and started again.
+    with StepLogWriter(run, elsewhere, 2, resumed=True) as log:
+        assert log.dropped == 0
 
 
 def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
@@ -144,6 +178,7 @@ def test_torn_last_line_is_left_out(tmp_path: Path) -> None:
     [
         (0, "{}", r"steps\.jsonl:1: arm: missing"),
         (2, "what", r"steps\.jsonl:3: not JSON"),
+        (2, "[" * 100000, r"steps\.jsonl:3: not JSON"),
         (2, '{"step": "1"}', r"steps\.jsonl:3: step: expected a whole number"),
         (
             2,
