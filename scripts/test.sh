@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests in the project's own environment (scripts/setup_env.sh); arguments go to pytest.
 #   TORCH=2.12.0     on another torch, in a .venv-torch-2.12.0 of its own
+#   TEST_WORKERS     test files run side by side (default 2: most tests wait for processes of theirs)
 #   TEST_TIMEOUT_S   limit for the whole suite (default 1200): past it the tests and what they started are ended, exit status 124
 set -euo pipefail
 
@@ -12,4 +13,4 @@ cd -- "$ODC_ROOT"
 # One thread a process: the tests start several processes each.
 export OMP_NUM_THREADS=1
 # timeout makes a process group of its own and signals all of it, so no worker outlives the limit.
-exec timeout --signal=INT --kill-after=30 "${TEST_TIMEOUT_S:-1200}" "$VENV/bin/python" -m pytest "$@"
+exec timeout --signal=INT --kill-after=30 "${TEST_TIMEOUT_S:-1200}" "$VENV/bin/python" -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile "$@"
