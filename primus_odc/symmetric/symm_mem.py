@@ -52,6 +52,7 @@ class DeviceMemory:
         self._device = device
         self._local = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
         self._local.zero_()  # padding of shards is compared too
+        self.synchronize()  # or what a peer writes after the rendezvous could be zeroed
         self._handle = symmetric_memory.rendezvous(self._local, group)
         self.arenas = [
             self._local if r == rank else self._handle.get_buffer(place, (nbytes,), torch.uint8) for r, place in enumerate(places)
