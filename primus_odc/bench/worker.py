@@ -6,14 +6,13 @@ import logging
 import os
 import sys
 import time
-import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
 
 from primus_odc.bench.job import Job
-from primus_odc.errors import ConfigError, OdcError
-from primus_odc.megatron.local_ranks import end_with_parent, tell_reason
+from primus_odc.errors import ConfigError
+from primus_odc.megatron.local_ranks import end_with_parent, run_and_exit
 from primus_odc.versions import require_megatron, require_torch
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -31,19 +30,7 @@ def main(arguments: list[str]) -> None:
     logging.basicConfig(stream=sys.stdout if rank == 0 else sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("primus_odc").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    code = 0
-    try:
-        _run(rank, job, started)
-    except OdcError as error:
-        tell_reason(error)
-        code = 2
-    except Exception:  # noqa: BLE001 - whatever it is, the process that started the ranks reports it
-        traceback.print_exc()
-        code = 1
-    # Leaving through the interpreter's end right after a collective of gloo aborts now and then.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    run_and_exit(lambda: _run(rank, job, started))
 
 
 def _run(rank: int, job: Job, started: float) -> None:

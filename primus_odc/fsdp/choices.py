@@ -68,9 +68,8 @@ def free_memory(device: torch.device, ranks: int) -> tuple[int, str]:
     return torch.cuda.mem_get_info(device)[0], f"free memory of {device}"
 
 
-def choose(config: OdcConfig, groups: Sequence[GroupSpec], mesh: Mesh, device: torch.device) -> Choices:
-    """Resolve ``auto`` (collective over the mesh)."""
-    transport = resolve_transport(config, device.type)
+def choose(config: OdcConfig, transport: Transport, groups: Sequence[GroupSpec], mesh: Mesh, device: torch.device) -> Choices:
+    """Resolve what is left to ``auto`` (collective over the mesh)."""
     budget, source = budget_of(config, lambda: free_memory(device, mesh.world_size))
     return decide(config, groups, transport, device, min(mesh.exchange(budget)), source)
 

@@ -1,9 +1,9 @@
 """Finds parameters that were edited after they were published: their peers would compute with other values than their owner.
 
 The first gather of a unit in an evaluation or a minibatch compares FSDP2's own slice with what this rank published; units that a minibatch
-did not gather are compared when it settles. In host memory the answer is there at
-once. On a device asking for it would make the host wait for its own device at every unit: the answers are collected there, fetched when the
-minibatch settles, and told when the next epoch is published, before anything is computed with it.
+did not gather are compared when it settles. In host memory the answer is there at once. On a device asking for it would make the host wait
+for its own device at every unit: the answers are collected there, fetched when the minibatch settles, and told when the next epoch is
+published, before anything is computed with it.
 """
 
 from __future__ import annotations

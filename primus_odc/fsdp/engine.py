@@ -86,10 +86,10 @@ class Engine:
         self._reshard()  # an evaluation may have left modules unsharded
         self._mesh: Mesh = find_mesh(model)
         self._device: torch.device = next(model.parameters()).device
-        resolve_transport(config, self._device.type)
+        transport = resolve_transport(config, self._device.type)
         try:
             self._units: list[Unit] = find_units(model, self._mesh.shards)
-            self.choices = choose(config, [u.spec for u in self._units], self._mesh, self._device)
+            self.choices = choose(config, transport, [u.spec for u in self._units], self._mesh, self._device)
             self._check_agreement(config)
             self._heap = self._make_heap(config)
         except BaseException:

@@ -9,16 +9,14 @@ import importlib
 import logging
 import os
 import sys
-import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
 
 from primus_odc.config import parse_odc
-from primus_odc.errors import OdcError
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.compare_job import Job, arm_params
-from primus_odc.megatron.local_ranks import end_with_parent, tell_reason
+from primus_odc.megatron.local_ranks import end_with_parent, run_and_exit
 from primus_odc.versions import require_megatron, require_torch
 
 
@@ -29,19 +27,7 @@ def main(arguments: list[str]) -> None:
     logging.basicConfig(stream=sys.stdout if rank == 0 else sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
     # Megatron warns at import about packages that are no part of what runs here.
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    code = 0
-    try:
-        _run(rank, job)
-    except OdcError as error:
-        tell_reason(error)
-        code = 2
-    except Exception:  # noqa: BLE001 - whatever it is, the process that started the ranks reports it
-        traceback.print_exc()
-        code = 1
-    # Leaving through the interpreter's end right after a collective of gloo aborts now and then.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    run_and_exit(lambda: _run(rank, job))
 
 
 def _run(rank: int, job: Job) -> None:

@@ -22,10 +22,11 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from primus_odc.errors import OdcError
 
@@ -81,6 +82,23 @@ def run_ranks(module: str, arguments: Sequence[str], world_size: int, *, silence
 def tell_reason(error: OdcError) -> None:
     """In a rank: say why it ends, to be told by the process that started it."""
     print(f"{_REASON}{error}", file=sys.stderr)
+
+
+def run_and_exit(work: Callable[[], None]) -> NoReturn:
+    """In a rank: do ``work`` and end the process, with status 0, 2 for a refusal, which is told as such, or 1 for any other error."""
+    code = 0
+    try:
+        work()
+    except OdcError as error:
+        tell_reason(error)
+        code = 2
+    except Exception:  # noqa: BLE001 - whatever it is, the process that started the ranks reports it
+        traceback.print_exc()
+        code = 1
+    # Leaving through the interpreter's end right after a collective of gloo aborts now and then.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def end_with_parent() -> None:

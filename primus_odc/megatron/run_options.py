@@ -13,7 +13,7 @@ from typing import Any
 
 from primus_odc._config_values import describe
 from primus_odc._problems import Problems
-from primus_odc.config import Arm, ParsedComm, parse_odc
+from primus_odc.config import Arm, OdcConfig, ParsedComm, parse_odc
 from primus_odc.data.build import check_data
 from primus_odc.errors import ConfigError
 from primus_odc.experiment import Experiment
@@ -66,14 +66,19 @@ class RunOptions:
         if comm is not None and comm.arm.startswith("odc"):
             problems.of(lambda: _require_transport(comm, params.get("distributed_backend", "nccl")))
         problems.raise_any()
-        assert comm is not None and train is not None
+        assert comm is not None and train is not None and described is not None
         return cls(
             experiment=experiment,
             params=params,
             train=train,
             comm=comm,
             max_tokens=_cap(comm, params),
-            cost_model=_cost_model(comm, described),
+            cost_model=cost_model_of(
+                comm.odc,
+                described.transformer,
+                gated_mlp=described.transformer.gated_linear_unit,
+                recompute=described.recomputed_layers == described.transformer.num_layers,
+            ),
         )
 
 
@@ -151,21 +156,20 @@ def _cap(comm: ParsedComm, params: Mapping[str, Any]) -> int:
     return cap
 
 
-def _cost_model(comm: ParsedComm, described: Any) -> CostModel:
+def cost_model_of(odc: OdcConfig, shape: Any, *, gated_mlp: bool, recompute: bool) -> CostModel:
     """``odc.cost_model`` and ``odc.microbatch_cost``; ``attention`` counts the FLOPs of the model's layers, its head left out: only target
-    positions reach it."""
-    if comm.odc.cost_model != "attention":
-        return CostModel.from_config(comm.odc.cost_model, microbatch_cost=comm.odc.microbatch_cost)
-    config = described.transformer
+    positions reach it. ``shape`` has Megatron's names: a TransformerConfig, or Megatron's arguments."""
+    if odc.cost_model != "attention":
+        return CostModel.from_config(odc.cost_model, microbatch_cost=odc.microbatch_cost)
     return CostModel.from_model_shape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups or config.num_attention_heads,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size or 4 * shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups or shape.num_attention_heads,
         vocab_size=0,
-        kv_channels=config.kv_channels,
-        gated_mlp=config.gated_linear_unit,
-        recompute=described.recomputed_layers == config.num_layers,
-        microbatch_cost=comm.odc.microbatch_cost,
+        kv_channels=shape.kv_channels,
+        gated_mlp=gated_mlp,
+        recompute=recompute,
+        microbatch_cost=odc.microbatch_cost,
     )

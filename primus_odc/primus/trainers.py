@@ -14,9 +14,7 @@ from typing import Any, ClassVar
 from primus.backends.megatron.megatron_pretrain_trainer import MegatronPretrainTrainer
 from primus.backends.megatron.megatron_sft_trainer import MegatronSFTTrainer
 
-from primus_odc.config import OdcConfig
 from primus_odc.megatron.train_keys import KNOWN_KEYS
-from primus_odc.planning import CostModel
 from primus_odc.primus.refusals import Checked, Kind, check
 
 logger = logging.getLogger("primus_odc")
@@ -62,11 +60,12 @@ class ArmTrainer:
 
         from primus_odc.megatron.arm import policy_of
         from primus_odc.megatron.meter import Meter
+        from primus_odc.megatron.run_options import cost_model_of
         from primus_odc.primus.loop import ArmLoop
         from primus_odc.primus.report import StepReporter
 
         args, comm, meter = self.backend_args, self._checked.comm, Meter()
-        cost_model = _cost_model(args, comm.odc)
+        cost_model = cost_model_of(comm.odc, args, gated_mlp=args.swiglu, recompute=args.recompute_granularity == "full")
         self._reporter = StepReporter(comm.arm, meter, args.log_interval, args.train_iters)
         self._loop = ArmLoop(comm, self._reporter, meter)
         self._planning: dict[str, Any] = {"policy": policy_of(comm.arm), "cost_model": cost_model}
@@ -141,23 +140,6 @@ class OdcPretrainTrainer(ArmTrainer, MegatronPretrainTrainer):
 
     def _pretrain(self) -> None:
         MegatronPretrainTrainer.train(self)
-
-
-def _cost_model(args: Any, odc: OdcConfig) -> CostModel:
-    if odc.cost_model != "attention":
-        return CostModel.from_config(odc.cost_model, microbatch_cost=odc.microbatch_cost)
-    return CostModel.from_model_shape(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size or 4 * args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups or args.num_attention_heads,
-        vocab_size=0,
-        kv_channels=args.kv_channels or args.hidden_size // args.num_attention_heads,
-        gated_mlp=args.swiglu,
-        recompute=args.recompute_granularity == "full",
-        microbatch_cost=odc.microbatch_cost,
-    )
 
 
 def _plain(value: Any) -> Any:
