@@ -1,11 +1,12 @@
 """One rank of ``primus-odc bench primitives``: the engine's two transfers against the collectives they stand for.
 
 *gather*: an unsharded bf16 tensor from every rank's part, against all-gather. *scatter-accumulate*: every rank's fp32 gradients of the
-whole tensor are added up at the owners, against reduce-scatter; it is taken as the engine does it for one group and one microbatch, from
-the moment FSDP2 hands over its gradients until settle has put the sums in place.
+whole tensor are added up at the owners, against reduce-scatter, from the moment FSDP2 hands over the gradients of one microbatch until
+settle has put the sums in place.
 
-What is timed are the engine's own calls with the very arguments FSDP2 gave it: a model of one parameter runs once, and its calls are
-repeated. Each round times the engine and the collective in turn.
+What is timed are the engine's own calls with the very arguments FSDP2 gave it: a model of ``UNITS`` FSDP2 units of one parameter each runs
+once, and its calls are repeated: all gathers in a row; all reductions and one settle, as at the end of a minibatch. Against them stands the
+same number of collectives in a row. Each round times the engine and the collectives in turn.
 
 Beside GEMMs: a row of matrix products in the current stream, the transfers in another one; what counts is how much longer the products
 take.
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from primus_odc.bench.clock import Clock
@@ -28,39 +29,43 @@ from primus_odc.bench.job import Job
 from primus_odc.bench.results import append, identity
 from primus_odc.config import parse_options
 from primus_odc.fsdp.engine import Engine
+from primus_odc.fsdp.gather import Into
 from primus_odc.fsdp.native import all_gather_single, reduce_scatter_single
 from primus_odc.megatron.compare_rank import tell
+from primus_odc.primitives.contribution import Contribution
 
 COLUMNS = 1024
 GEMM_SIZE = 8192
 GEMMS = 12  # about 20 ms on an H200
-GATHERS = 8  # back to back; a settle ends its minibatch, so there is one at a time
+UNITS = 8
 WARM_UP = 3
 
 
 class CallRecorder(Engine):
-    """An engine that keeps the arguments of the last gather and the last reduction."""
+    """An engine that keeps, by group, the arguments of the last gather and of the last reduction."""
 
-    gathered: tuple[Any, ...] = ()
-    reduced: tuple[Any, ...] = ()
+    def __init__(self, *arguments: Any) -> None:
+        self.gathered: dict[int, tuple[Into, torch.Tensor | None]] = {}
+        self.reduced: dict[int, Contribution] = {}
+        super().__init__(*arguments)
 
-    def gather(self, *arguments: Any, **named: Any) -> None:
-        self.gathered = (arguments, named)
-        super().gather(*arguments, **named)
+    def gather(self, group: int, into: Into, own: torch.Tensor | None) -> None:
+        self.gathered[group] = into, own
+        super().gather(group, into, own)
 
-    def reduce(self, *arguments: Any, **named: Any) -> None:
-        self.reduced = (arguments, named)
-        super().reduce(*arguments, **named)
+    def reduce(self, group: int, contribution: Contribution) -> None:
+        self.reduced[group] = contribution
+        super().reduce(group, contribution)
 
     def gather_again(self) -> None:
-        """The last gather once more, into the same memory."""
-        arguments, named = self.gathered
-        super().gather(*arguments, **named)
+        """Every group's last gather once more, into the same memory."""
+        for group, (into, own) in self.gathered.items():
+            super().gather(group, into, own)
 
     def scatter_again(self) -> None:
-        """The last reduction once more, and settle; a minibatch has begun."""
-        arguments, named = self.reduced
-        super().reduce(*arguments, **named)
+        """Every group's last reduction once more, and settle; a minibatch has begun."""
+        for group, contribution in self.reduced.items():
+            super().reduce(group, contribution)
         self.settle()
 
 
@@ -74,6 +79,19 @@ class OneParameter(nn.Module):
     def forward(self, nothing: torch.Tensor) -> torch.Tensor:
         """``nothing``: a zero; FSDP2 of torch 2.11 does not serve a root module without arguments on a GPU."""
         return self.weight.sum() + nothing
+
+
+class Units(nn.Module):
+    """``UNITS`` weights, each an FSDP2 unit of its own."""
+
+    def __init__(self, rows: int, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(OneParameter(rows).to(mesh.device_type) for _ in range(UNITS))
+        for part in self.parts:
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+
+    def forward(self, nothing: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part(nothing) for part in self.parts]).sum()
 
 
 def bench_primitives(job: Job, device: torch.device) -> None:
@@ -95,7 +113,7 @@ def _size(job: Job, device: torch.device, clock: Clock, nbytes: int) -> list[dic
     rows = max(1, nbytes // (2 * COLUMNS * world_size)) * world_size
     mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = OneParameter(rows).to(device)
+    model = Units(rows, mesh, policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     options = {"transport": job.transport, "timeout_s": job.timeout_s, "accumulate": "local", "parameters": "reshard"}
     engine = CallRecorder(model, parse_options(options))
@@ -106,11 +124,11 @@ def _size(job: Job, device: torch.device, clock: Clock, nbytes: int) -> list[dic
     whole = torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device)
     part = torch.zeros(rows // world_size, COLUMNS, dtype=torch.bfloat16, device=device)
     whole_gradient, part_gradient = torch.zeros_like(whole, dtype=torch.float32), torch.zeros_like(part, dtype=torch.float32)
-    gather: _Pair = (_times(GATHERS, engine.gather_again), _times(GATHERS, lambda: _wait(all_gather_single(whole, part))))
-    scatter: _Pair = (engine.scatter_again, lambda: _wait(reduce_scatter_single(part_gradient, whole_gradient)))
+    gather: _Pair = (engine.gather_again, _times(UNITS, lambda: _wait(all_gather_single(whole, part))))
+    scatter: _Pair = (engine.scatter_again, _times(UNITS, lambda: _wait(reduce_scatter_single(part_gradient, whole_gradient))))
     measured = [
-        _operation("gather", GATHERS, whole.nbytes, gather, lambda: None, job, device, clock),
-        _operation("scatter-accumulate", 1, whole_gradient.nbytes, scatter, lambda: _begin(engine, model), job, device, clock),
+        _operation("gather", whole.nbytes, gather, lambda: None, job, device, clock),
+        _operation("scatter-accumulate", whole_gradient.nbytes, scatter, lambda: _begin(engine, model), job, device, clock),
     ]
     engine.detach()
     return measured
@@ -125,9 +143,9 @@ def _begin(engine: Engine, model: nn.Module) -> None:
 
 
 def _operation(
-    name: str, calls: int, nbytes: int, pair: _Pair, prepare: Callable[[], None], job: Job, device: torch.device, clock: Clock
+    name: str, nbytes: int, pair: _Pair, prepare: Callable[[], None], job: Job, device: torch.device, clock: Clock
 ) -> dict[str, Any]:
-    """``pair``: the engine's transfer and the collective, each ``calls`` times in one call; ``prepare`` comes before the engine's, outside
+    """``pair``: the engine's transfers and the collectives, ``UNITS`` of each in one call; ``prepare`` comes before the engine's, outside
     the measured time."""
     own, collective = pair
     times: dict[str, list[float]] = {"engine_us": [], "collective_us": []}
@@ -140,11 +158,11 @@ def _operation(
             end = clock.mark()
             clock.synchronize()
             if repeat >= WARM_UP:
-                times[key].append(1e3 * _slowest(clock.ms(start, end)) / calls)
+                times[key].append(1e3 * _slowest(clock.ms(start, end)) / UNITS)
     return {
         "operation": name,
         "nbytes": nbytes,
-        "calls": calls,
+        "calls": UNITS,
         "bytes_moved": nbytes * (job.world_size - 1) / job.world_size,
         **times,
         "beside": _beside(pair, prepare, job, device, clock) if device.type == "cuda" else None,
