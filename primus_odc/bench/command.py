@@ -1,4 +1,4 @@
-"""``primus-odc bench primitives | train | report``: start the ranks on this host, or make the tables of a result file."""
+"""``primus-odc bench primitives | train | published | report``: start the ranks on this host, or make the tables of a result file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 
 from primus_odc.bench.job import IDEAL, LENGTHS, ON_DEMAND, STOCK, Job
+from primus_odc.bench.markdown import render
+from primus_odc.bench.published import ARMS, BUDGET_S, MINIBATCHES, TABLE, render_published
 from primus_odc.bench.results import load, merge, save
 from primus_odc.bench.shapes import SHAPES
 from primus_odc.errors import ConfigError
@@ -50,7 +52,18 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     primitives = kinds.add_parser("primitives", help="gather and scatter-accumulate against the collectives", allow_abbrev=False)
     primitives.add_argument("--sizes", type=_bytes, nargs="+", default=DEFAULT_SIZES, metavar="BYTES", help="of the whole tensor, e.g. 64M")
     primitives.add_argument("--repeats", type=_positive, default=20, metavar="N", help="timings of each (default: 20)")
-    for kind in (train, primitives):
+    published = kinds.add_parser("published", help="the points of the published table, all arms in one call", allow_abbrev=False)
+    published.add_argument("--samples-per-rank", type=int, nargs="+", choices=list(TABLE), default=list(TABLE), metavar="N")
+    published.add_argument("--cap", type=_positive, default=32768, metavar="TOKENS", help="of a microbatch (default: 32768)")
+    published.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b")
+    published.add_argument("--layers", type=_positive, metavar="N", help="instead of the shape's own number")
+    published.add_argument(
+        "--minibatches", type=_positive, default=MINIBATCHES, metavar="N", help=f"of every point (default: {MINIBATCHES})"
+    )
+    published.add_argument(
+        "--budget-s", type=float, default=BUDGET_S, metavar="S", help=f"start no block that would end later (default: {BUDGET_S:g})"
+    )
+    for kind in (train, primitives, published):
         kind.add_argument("--out", required=True, metavar="FILE.json", help="result file; entries are added to it")
         kind.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
         kind.add_argument("--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
@@ -60,6 +73,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     report = kinds.add_parser("report", help="result files as Markdown", allow_abbrev=False)
     report.add_argument("files", type=Path, nargs="+", metavar="FILE.json", help="runs of one commit and machine are put together")
     report.add_argument("--output", type=Path, metavar="FILE.md", help="default: standard output")
+    report.add_argument("--published", action="store_true", help="only the points of the published table, beside it")
     report.add_argument("--merged", type=Path, metavar="FILE.json", help="write all results into one file too")
 
 
@@ -71,8 +85,6 @@ def run_bench(args: argparse.Namespace) -> int:
         OdcError: a rank failed; the message holds what it said.
     """
     if args.kind == "report":
-        from primus_odc.bench.markdown import render
-
         if missing := [str(file) for file in args.files if not file.exists()]:
             raise ConfigError([f"{file} does not exist" for file in missing])
         content = load(args.files[0])
@@ -80,7 +92,7 @@ def run_bench(args: argparse.Namespace) -> int:
             merge(content, load(file))
         if args.merged is not None:
             save(args.merged, content)
-        _put(render(content), args.output)
+        _put(render_published(content) if args.published else render(content), args.output)
         return 0
     load(Path(args.out))  # rather now than after the measurement
     with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
@@ -89,12 +101,14 @@ def run_bench(args: argparse.Namespace) -> int:
         file = Path(folder) / "job.json"
         job.write(file)
         run_ranks("primus_odc.bench.worker", [str(file)], job.world_size, silence_s=4 * job.timeout_s, progress=_show)
+    if args.kind == "published":
+        _put(render_published(load(Path(args.out))), None)
     return 0
 
 
 def _job(args: argparse.Namespace, store: str) -> Job:
     common = {
-        "kind": args.kind,
+        "kind": "primitives" if args.kind == "primitives" else "train",
         "device": args.device,
         "world_size": args.nproc or _default_ranks(args.device),
         "transport": args.transport,
@@ -107,6 +121,11 @@ def _job(args: argparse.Namespace, store: str) -> Job:
     if args.kind == "primitives":
         return Job(**common, bytes=args.sizes, repeats=args.repeats)
     divisor = SHAPES[args.shape].length_divisor
+    if args.kind == "published":
+        points = [(samples, max(1, args.cap // divisor)) for samples in args.samples_per_rank]
+        optimizer = "graph" if args.device == "cuda" else "local"
+        rest = {name: getattr(args, name) for name in ("shape", "layers", "minibatches", "budget_s")}
+        return Job(**common, points=points, arms=ARMS, optimizer=optimizer, clip_grad=1.0, **rest)
     points = [(samples, max(1, (cap or args.cap) // divisor)) for samples, cap in args.points]
     names = (
         "arms",

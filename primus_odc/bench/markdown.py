@@ -22,7 +22,7 @@ def render(content: dict[str, Any]) -> str:
     """Markdown of a whole file (:mod:`primus_odc.bench.results`)."""
     parts = ["# Benchmarks", ""]
     for run in content["runs"]:
-        parts += [f"## {_machine(run['machine'])}, commit {run['commit'] or 'unknown'}", ""]
+        parts += [f"## {describe_machine(run['machine'])}, commit {run['commit'] or 'unknown'}", ""]
         parts += [", ".join(f"{name} {version}" for name, version in run["versions"].items()), ""]
         points = summarise(run["entries"])
         if points:
@@ -37,7 +37,8 @@ def render(content: dict[str, Any]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _machine(facts: dict[str, Any]) -> str:
+def describe_machine(facts: dict[str, Any]) -> str:
+    """A machine in a few words."""
     accelerators = facts.get("accelerators") or []
     if accelerators:
         return f"{len(accelerators)} x {accelerators[0]}"
