@@ -6,11 +6,8 @@ NCCL_SOCKET_IFNAME or the first interface they find usable. Between nodes an add
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import ipaddress
 import socket
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,11 +15,10 @@ from primus_odc.doctor.finding import Finding, Severity
 from primus_odc.doctor.job import Job
 from primus_odc.doctor.limits import Check
 from primus_odc.doctor.system import gpu_files
+from primus_odc.symmetric.interfaces import interfaces
 
-_SIOCGIFADDR = 0x8915  # netdevice(7)
 _LIMIT_S = 5.0
 RDMA = Path("/sys/class/infiniband")
-INET6 = Path("/proc/net/if_inet6")
 
 
 def checks(job: Job, environment: Mapping[str, str]) -> list[Check]:
@@ -61,25 +57,6 @@ def resolve(name: str) -> list[str]:
         OSError: there are none.
     """
     return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
-
-
-def interfaces() -> dict[str, list[str]]:
-    """Interface -> its addresses, the IPv4 one first; those without any are left out."""
-    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name, addresses in found.items():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
-                    raise
-            else:
-                addresses.append(socket.inet_ntoa(answer[20:24]))
-    if INET6.exists():
-        for line in INET6.read_text().splitlines():
-            digits, *_, name = line.split()
-            found.setdefault(name, []).append(str(ipaddress.IPv6Address(int(digits, 16))))
-    return {name: addresses for name, addresses in found.items() if addresses}
 
 
 def check_host_name(job: Job, environment: Mapping[str, str]) -> list[Finding]:

@@ -1,0 +1,240 @@
+"""The nodes of a job meet before a communication library does: which interface each uses, and that every node reaches every other.
+
+MORI and NVSHMEM connect their ranks over sockets of an interface they choose themselves; where that one does not lead to the other nodes (a
+container's bridge, a management network) they wait for ever and say nothing. So the ranks try the path first, over the job's own store:
+
+1. Every rank chooses an interface: ``odc.interface``, or the one by which it reaches the store. It listens at its address and puts its
+   place (host, interface, address, port, a token) into the store; a rank that cannot puts what is wrong instead.
+2. Every rank waits for all places. Whoever is missing when the time is over is named.
+3. The first rank of every host connects from its own address to the first rank of every other host, which has to answer with its token:
+   addresses of container bridges are the same on every host and would lead a rank to itself.
+4. Every rank puts its verdict, waits for all, and all fail with everything that anybody found.
+
+Nothing here outlives the call. Ranks of one host are told apart from those of another by boot id and network namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from primus_odc.errors import ConfigError, PeerError, PeerTimeoutError
+from primus_odc.symmetric.interfaces import interfaces
+
+LIBRARY_VARIABLES = {"nvshmem": "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "mori": "MORI_SOCKET_IFNAME"}
+"""What tells each library which interface to use."""
+_POLL_S = 0.02
+_CONNECT_S = 5.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
+
+
+class Store(Protocol):
+    """The part of :class:`torch.distributed.Store` that is used; :meth:`get` is called for keys that are there only."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Place:
+    """Where a rank can be reached."""
+
+    rank: int
+    host: str
+    """Its name."""
+    host_id: str
+    """Boot id and network namespace."""
+    interface: str
+    address: str
+    port: int
+    token: str
+    known: dict[str, list[str]]
+    """All interfaces of that host with their addresses."""
+
+
+def meet(
+    store: Store, names: Sequence[str], rank: int, *, interface: str | None, store_address: tuple[str, int], timeout_s: float
+) -> list[Place]:
+    """Find the other ranks and try the way to them; every rank calls it once with a ``store`` of its own prefix.
+
+    Args:
+        names: of all ranks, for messages.
+        interface: ``odc.interface``; None: the one by which this rank reaches ``store_address``.
+        store_address: host name or address, and port, of the store (``MASTER_ADDR``, ``MASTER_PORT``).
+        timeout_s: for the slowest rank to come.
+
+    Returns:
+        The places of all ranks, by rank.
+
+    Raises:
+        ConfigError: this rank's interface does not exist, has no usable address, or another rank's.
+        PeerTimeoutError: ranks did not come in time; the message names them.
+        PeerError: some node does not reach another; the message says which, from and to which address.
+    """
+    deadline = time.monotonic() + timeout_s
+    me = names[rank]
+    try:
+        chosen, address = choose(interface, store_address)
+    except ConfigError as error:
+        store.set(f"place/{rank}", json.dumps({"problems": list(error.problems)}))
+        raise
+    token = secrets.token_hex(8)
+    with _listening(address, token) as port:
+        place = Place(
+            rank=rank,
+            host=socket.gethostname(),
+            host_id=f"{_BOOT_ID.read_text().strip()}/{_NETWORK_NAMESPACE.stat().st_ino}",
+            interface=chosen,
+            address=address,
+            port=port,
+            token=token,
+            known=interfaces(),
+        )
+        store.set(f"place/{rank}", json.dumps(asdict(place)))
+        answers = _collect(store, "place", names, me, deadline, timeout_s, "come to the bootstrap")
+        places = [Place(**answer) for answer in answers]
+        hosts = {place.host_id: place for place in reversed(places)}  # the first rank of each host
+        problems = _try(places[rank], hosts, names) if hosts[place.host_id].rank == rank else []
+        store.set(f"verdict/{rank}", json.dumps(problems))
+        verdicts = _collect(store, "verdict", names, me, deadline + 2 * _CONNECT_S, timeout_s, "finish the bootstrap")
+    if found := [problem for verdict in verdicts for problem in verdict]:
+        raise PeerError(f"{me}: the nodes do not reach each other:\n" + "\n".join(f"  - {problem}" for problem in found))
+    return places
+
+
+def library_environment(library: str, interface: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What to set so that ``library`` (``nvshmem`` or ``mori``) uses ``interface`` as well.
+
+    Raises:
+        ConfigError: the user has told the library another one.
+    """
+    variable = LIBRARY_VARIABLES[library]
+    theirs = environment.get(variable, interface)
+    if theirs != interface:
+        raise ConfigError([f"{variable}={theirs} and the interface {interface}: unset the variable, or set odc.interface: {theirs}"])
+    return {variable: interface}
+
+
+def choose(interface: str | None, store_address: tuple[str, int]) -> tuple[str, str]:
+    """``(interface, address)`` to use on this host.
+
+    Args:
+        interface: by name; None: the one by which packets to ``store_address`` leave.
+
+    Raises:
+        ConfigError: it does not exist, or has no address that another host could use.
+    """
+    known = interfaces()
+    told = ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in known.items())
+    if interface is None:
+        address = _local_address(store_address)
+        names = [name for name, addresses in known.items() if address in addresses]
+        if not names:
+            raise ConfigError([f"no interface has {address}, from which this host reaches {store_address[0]}: set odc.interface ({told})"])
+        return names[0], address
+    if interface not in known:
+        raise ConfigError([f"odc.interface: {interface} does not exist on {socket.gethostname()} or has no address; there are {told}"])
+    usable = [address for address in known[interface] if not ipaddress.ip_address(address).is_link_local]
+    if not usable:
+        raise ConfigError([f"odc.interface: {interface} has link-local addresses only ({' '.join(known[interface])}); there are {told}"])
+    return interface, usable[0]
+
+
+def _local_address(store_address: tuple[str, int]) -> str:
+    """The address from which packets to ``store_address`` leave; nothing is sent."""
+    host, port = store_address
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.connect(target)
+        except OSError as error:
+            raise ConfigError(
+                [f"no way from {socket.gethostname()} to {host}:{port} ({error}): check MASTER_ADDR, or set odc.interface"]
+            ) from error
+        return str(probe.getsockname()[0])
+
+
+@contextlib.contextmanager
+def _listening(address: str, token: str) -> Iterator[int]:
+    """Answer everybody who connects to ``address`` with ``token``; gives the port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=128) as server:
+        server.settimeout(_POLL_S)
+        over = threading.Event()
+
+        def serve() -> None:
+            while not over.is_set():
+                with contextlib.suppress(TimeoutError, ConnectionError):  # a peer that has gone finds that out itself
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(token.encode())
+
+        thread = threading.Thread(target=serve, name="primus-odc-bootstrap", daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            over.set()
+            thread.join(_CONNECT_S)
+
+
+def _collect(store: Store, kind: str, names: Sequence[str], me: str, deadline: float, timeout_s: float, what: str) -> list[Any]:
+    """``KIND/RANK`` of all ranks, decoded; ends at once where one of them says that it cannot come."""
+    answers: dict[int, Any] = {}
+    while len(answers) < len(names):
+        came = [rank for rank in range(len(names)) if rank not in answers and store.check([f"{kind}/{rank}"])]
+        for rank in came:
+            answers[rank] = json.loads(store.get(f"{kind}/{rank}"))
+            if isinstance(answers[rank], dict) and (problems := answers[rank].get("problems")):
+                raise ConfigError([f"{names[rank]}: {problem}" for problem in problems])
+        missing = [rank for rank in range(len(names)) if rank not in answers]
+        if missing and time.monotonic() > deadline:
+            who = ", ".join(names[rank] for rank in missing)
+            raise PeerTimeoutError(
+                f"{me}: bootstrap: {who} did not {what} within {timeout_s:g} s (odc.timeout_s): see the output of {who}; a rank that "
+                "is only slow to start needs a larger odc.timeout_s"
+            )
+        if missing:
+            time.sleep(_POLL_S)
+    return [answers[rank] for rank in range(len(names))]
+
+
+def _try(own: Place, hosts: Mapping[str, Place], names: Sequence[str]) -> list[str]:
+    """What is wrong with the ways from ``own`` to the first ranks of the other hosts."""
+    others = [place for place in hosts.values() if place.host_id != own.host_id]
+    if not others:
+        return []
+    with ThreadPoolExecutor(max_workers=min(32, len(others))) as pool:
+        return [problem for problem in pool.map(lambda peer: _problem(own, peer, names), others) if problem]
+
+
+def _problem(own: Place, peer: Place, names: Sequence[str]) -> str:
+    """Why ``own`` does not reach ``peer``; empty if it does."""
+    if ipaddress.ip_address(peer.address).is_loopback:
+        reason = "a loopback address leads nowhere else"
+    else:
+        try:
+            with socket.create_connection((peer.address, peer.port), timeout=_CONNECT_S, source_address=(own.address, 0)) as connection:
+                answer = connection.recv(2 * len(peer.token)).decode(errors="replace")
+            if answer == peer.token:
+                return ""
+            reason = "somebody else answers there: this address belongs to several hosts"
+        except OSError as error:
+            reason = str(error) or type(error).__name__
+    theirs = ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in peer.known.items())
+    return (
+        f"{names[own.rank]} ({own.address}, {own.interface} of {own.host}) does not reach {names[peer.rank]} at {peer.address} "
+        f"({peer.interface} of {peer.host}): {reason}. Set odc.interface to one by which all nodes reach each other; it has {theirs}"
+    )

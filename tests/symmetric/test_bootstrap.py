@@ -1,0 +1,171 @@
+"""Nodes meet: four ranks on two hosts, which here are two network namespaces joined by a cable."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from primus_odc.errors import ConfigError
+from primus_odc.symmetric import bootstrap
+from primus_odc.symmetric.bootstrap import Place, choose, library_environment, meet
+from tests.symmetric.harness import FileExchange, Ranks
+
+WORLD = 4
+STORE = ("10.77.13.1", 29411)
+_CLONE_NEWNET = 0x40000000
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=10)
+    if done.returncode != 0:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces: ``cable0`` joins them; ``bridge0`` has one address in both; ``other0`` of the second leads nowhere."""
+    names = [f"odc{os.getpid()}a", f"odc{os.getpid()}b"]
+    made: list[str] = []
+    try:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+                made.append(name)
+        except OSError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        _ip("-n", names[0], "link", "add", "cable0", "type", "veth", "peer", "name", "cable0", "netns", names[1])
+        for number, name in enumerate(names):
+            _ip("-n", name, "link", "add", "bridge0", "type", "veth", "peer", "name", "nobody0")
+            _ip("-n", name, "link", "add", "other0", "type", "veth", "peer", "name", "nobody1")
+            _ip("-n", name, "address", "add", f"10.77.13.{number + 1}/24", "dev", "cable0")
+            _ip("-n", name, "address", "add", "172.31.255.1/24", "dev", "bridge0")
+            _ip("-n", name, "address", "add", f"10.88.{number}.1/24", "dev", "other0")
+            for link in ("lo", "cable0", "bridge0", "nobody0", "other0", "nobody1"):
+                _ip("-n", name, "link", "set", link, "up")
+        yield names
+    finally:
+        for name in made:
+            _ip("netns", "delete", name)
+
+
+def _comes(rank: int, _: FileExchange, pipe: Connection, hosts: list[str]) -> str:
+    """Moves to its host, then meets the others as often as it is told, each time in the way it is told."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    descriptor = os.open(f"/run/netns/{hosts[rank // 2]}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(descriptor)
+    store = TCPStore(*STORE, world_size=WORLD, is_master=rank == 0, wait_for_workers=False)
+    pipe.send("ready")
+    while (order := pipe.recv()) != "leave":
+        own = order["ranks"].get(rank, {})
+        if own.get("absent"):
+            pipe.send("absent")
+            continue
+        time.sleep(own.get("delay_s", 0.0))
+        start = time.monotonic()
+        try:
+            places = meet(
+                PrefixStore(order["name"], store),
+                [f"rank {r}" for r in range(WORLD)],
+                rank,
+                interface=own.get("interface"),
+                store_address=STORE,
+                timeout_s=order.get("timeout_s", 15.0),
+            )
+        except Exception as error:  # noqa: BLE001  # told to the test
+            pipe.send((type(error).__name__, str(error), time.monotonic() - start))
+        else:
+            pipe.send([asdict(place) for place in places])
+    return "left"
+
+
+@pytest.fixture(scope="module")
+def ranks(hosts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(WORLD, tmp_path_factory.mktemp("bootstrap"), _comes, hosts) as started:
+        started.expect("ready")
+        yield started
+
+
+def _meet(ranks: Ranks, name: str, changed: dict[int, dict[str, Any]], **order: Any) -> list[Any]:
+    ranks.tell({"name": name, "ranks": changed, **order})
+    return ranks.hear()
+
+
+def test_ranks_find_each_other_by_the_interface_of_the_store(ranks: Ranks) -> None:
+    answers = _meet(ranks, "good", {})
+    assert all(answer == answers[0] for answer in answers)
+    assert [(place["interface"], place["address"]) for place in answers[0]] == [("cable0", f"10.77.13.{1 + r // 2}") for r in range(WORLD)]
+    ids = [place["host_id"] for place in answers[0]]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+
+
+def test_a_slow_rank_is_waited_for(ranks: Ranks) -> None:
+    answers = _meet(ranks, "slow", {2: {"delay_s": 1.5}})
+    assert all(isinstance(answer, list) for answer in answers)
+
+
+def test_a_missing_rank_is_named_when_the_time_is_over(ranks: Ranks) -> None:
+    answers = _meet(ranks, "missing", {3: {"absent": True}}, timeout_s=1.0)
+    assert answers[3] == "absent"
+    for name, message, took in answers[:3]:
+        assert name == "PeerTimeoutError" and "rank 3 did not come to the bootstrap within 1 s" in message
+        assert 1.0 <= took < 5.0
+
+
+@pytest.mark.parametrize(
+    ("name", "interfaces", "texts"),
+    [
+        # The first rank of a host speaks for it, so its interface counts.
+        ("no way", {2: "other0"}, ["does not reach rank 2 at 10.88.1.1 (other0", "cable0 10.77.13.2", "odc.interface"]),
+        ("same address everywhere", dict.fromkeys(range(WORLD), "bridge0"), ["does not reach rank 2 at 172.31.255.1", "odc.interface"]),
+        ("loopback", {0: "lo"}, ["does not reach rank 0 at 127.0.0.1", "loopback"]),
+    ],
+)
+def test_a_wrong_interface_is_told_to_all_ranks(ranks: Ranks, name: str, interfaces: dict[int, str], texts: list[str]) -> None:
+    answers = _meet(ranks, name, {rank: {"interface": interface} for rank, interface in interfaces.items()})
+    for kind, message, _ in answers:
+        assert kind == "PeerError" and all(text in message for text in texts), message
+
+
+def test_an_interface_that_does_not_exist_ends_all_ranks_at_once(ranks: Ranks) -> None:
+    answers = _meet(ranks, "typo", {3: {"interface": "cabel0"}})
+    for kind, message, took in answers:
+        assert kind == "ConfigError" and "cabel0 does not exist" in message and "cable0 10.77.13.2" in message
+        assert took < 10.0
+    assert all("rank 3: odc.interface" in message for _, message, _ in answers[:3])
+
+
+def test_an_answer_of_somebody_else_is_no_answer() -> None:
+    with bootstrap._listening("127.0.0.2", "token of another") as port:
+        own = Place(rank=0, host="a", host_id="a", interface="x", address="127.0.0.1", port=1, token="t", known={})
+        peer = replace(own, rank=1, host_id="b", address="127.0.0.2", port=port, token="token of another")
+        monkey = pytest.MonkeyPatch()
+        with monkey.context() as patch:
+            patch.setattr(bootstrap.ipaddress.IPv4Address, "is_loopback", False)
+            assert bootstrap._problem(own, peer, ["rank 0", "rank 1"]) == ""
+            wrong = bootstrap._problem(own, replace(peer, token="token"), ["rank 0", "rank 1"])
+    assert "somebody else answers" in wrong and "rank 1" in wrong
+
+
+def test_a_library_is_told_the_interface_unless_the_user_said_another() -> None:
+    assert library_environment("mori", "eth0", {}) == {"MORI_SOCKET_IFNAME": "eth0"}
+    assert library_environment("mori", "eth0", {"MORI_SOCKET_IFNAME": "eth0"}) == {"MORI_SOCKET_IFNAME": "eth0"}
+    with pytest.raises(ConfigError, match="NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=ib0 and the interface eth0"):
+        library_environment("nvshmem", "eth0", {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "ib0"})
+
+
+def test_link_local_addresses_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "interfaces", lambda: {"eth0": ["fe80::1"], "eth1": ["fe80::2", "fd00::2"]})
+    assert choose("eth1", STORE) == ("eth1", "fd00::2")
+    with pytest.raises(ConfigError, match="eth0 has link-local addresses only"):
+        choose("eth0", STORE)
