@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable
 
 from primus_odc.primitives.lanes import Lanes
-from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Wait
+from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Send, Wait
 from primus_odc.symmetric.heap import SymmetricHeap
 
 PROGRESS_S = 0.001
@@ -17,9 +17,13 @@ def run(heap: SymmetricHeap, steps: Iterable[Effect]) -> None:
     """Execute ``steps`` in order; waits block (and may raise, see :meth:`SymmetricHeap.wait`)."""
     for effect in steps:
         if isinstance(effect, Wait):
-            heap.wait(effect.rank, effect.word, effect.index, effect.at_least, effect.operation)
+            heap.wait(effect.rank, effect.word, effect.index, effect.at_least, effect.operation, effect.home)
         elif isinstance(effect, Do):
             effect.action()
+        elif isinstance(effect, Send):
+            if effect.put is not None:
+                effect.put()
+            heap.signal(effect.rank, effect.word, effect.value, effect.index)
         else:
             heap.store(effect.word, effect.value, effect.index)
 

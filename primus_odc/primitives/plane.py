@@ -53,6 +53,8 @@ class ArenaPlane:
         verify: check every transfer by checksum.
 
     Attributes:
+        bytes_gathered, bytes_reduced: bytes of shards and of gradients that this rank moved; only grow.
+        bytes_across: those of them that it put into other nodes.
         deliveries: None; a list that whoever measures puts here gets, for every group delivered, a timing event and the bytes pulled.
     """
 
@@ -76,6 +78,7 @@ class ArenaPlane:
         self.verify = verify
         self.bytes_gathered = 0
         self.bytes_reduced = 0
+        self.bytes_across = 0
         self.reshard = reshard
         self._read_shard_of = read_shard_of
         self._deliver = deliver
@@ -85,14 +88,14 @@ class ArenaPlane:
         self._piece_bytes = piece_bytes(groups, heap.device)
         self.lanes = Lanes(heap.device, topology.ranks, mode == "owner")
         self._shards = [
-            [heap.view(r, heap.plan.regions[f"shard.{g}"]) for g in range(len(groups))] if r in topology.peers else []
+            [heap.view(r, heap.plan.regions[f"shard.{g}"]) for g in range(len(groups))]
+            if r in topology.peers and r in topology.near
+            else []
             for r in range(topology.ranks)
         ]
         self._mode = mode
-        self._grads = [
-            [self._gradients(r, g) if mode == "local" or r in topology.replicas else torch.empty(0) for g in range(len(groups))]
-            for r in range(topology.ranks)
-        ]
+        read = topology.near if mode == "local" else topology.replicas
+        self._grads = [[self._gradients(r, g) if r in read else torch.empty(0) for g in range(len(groups))] for r in range(topology.ranks)]
         self._accumulated = [self.lanes.event() for _ in groups]
         if mode == "local":
             self._unsharded = [UnshardedSum(s, self._grads[topology.rank][g]) for g, s in enumerate(groups)]
@@ -165,10 +168,18 @@ class ArenaPlane:
             if self.verify:
                 what = f"{self._me}: shard of group {self.groups[group].name} read from {self.t.names[owner]} (epoch {epoch})"
                 shard = shard.clone()
-                check(shard, epoch, self.heap.words.read(owner, "shard_sum", group), what)
+                check(shard, epoch, self._announced_shard(owner, group), what)
             for start, stop, destination in into(owner):
                 destination.copy_(shard[start:stop], non_blocking=True)
                 self.bytes_gathered += stop - start
+
+    def _announced_shard(self, owner: int, group: int) -> int:
+        """Checksum of the shard that :meth:`read_shard` reads."""
+        return self.heap.words.read(owner, "shard_sum", group)
+
+    def _announced_sum(self, source: int, group: int) -> int:
+        """Checksum of what :meth:`pull` adds."""
+        return self.heap.words.read(source, "grad_sum", group * self.groups[group].shards + self._shard)
 
     def own_shard(self, group: int) -> torch.Tensor:
         """What this rank published of ``group``: uint8 ``[shard_nbytes]``."""
@@ -231,9 +242,9 @@ class ArenaPlane:
         """Sum up at once, from a copy, so that the bytes that were checked are the bytes that count."""
         spec = self.groups[group]
         theirs = self._staging[: spec.grad_nbytes].view(spec.sum_dtype)
-        theirs.copy_(self._grads[source][group][self._shard if self._mode == "local" else 0])
+        theirs.copy_(self._sources(group)[source])
         what = f"{self._me}: gradients of group {spec.name} pulled from {self.t.names[source]} (epoch {epoch})"
-        check(theirs, epoch, self.heap.words.read(source, "grad_sum", group * spec.shards + self._shard), what)
+        check(theirs, epoch, self._announced_sum(source, group), what)
         total = self._total(group)
         if self._present:
             total.add_(theirs)

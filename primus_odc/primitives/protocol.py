@@ -1,8 +1,9 @@
 """The on-demand protocol of one rank, free of memory and of time.
 
-Each operation is a generator of *effects*: ``Wait`` (a peer's word must reach a value), ``Do`` (move data now) and ``Store`` (write one of
-this rank's own words). The engine runs the effects for real (:mod:`primus_odc.primitives.driver`); a test runs the very same generators
-of many ranks interleaved at random against a simulated memory that detects torn and stale reads. There is no second implementation.
+Each operation is a generator of *effects*: ``Wait`` (a peer's word must reach a value), ``Do`` (move data now), ``Store`` (write one of
+this rank's own words) and, across nodes only, ``Send`` (:mod:`primus_odc.primitives.two_level`). The engine runs the effects for real
+(:mod:`primus_odc.primitives.driver`); a test runs the very same generators of many ranks interleaved at random against a simulated memory
+that detects torn and stale reads. There is no second implementation.
 
 Words (64-bit, monotonic, one writer each; k is the epoch, i.e. the number of the minibatch, from 1):
 
@@ -44,17 +45,22 @@ from enum import Enum
 from typing import Any, Protocol
 
 from primus_odc.errors import ProtocolError
+from primus_odc.primitives.nodes import Nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """``word[index]`` of ``rank`` must reach ``at_least``; ``operation`` says why, for messages and for counting waited time."""
+    """``word[index]``, which ``rank`` writes, must reach ``at_least``; ``operation`` says why, for messages and for counting waited time.
+
+    The word lies in the memory of ``home``; None: in that of its writer, where a rank of another node cannot read it.
+    """
 
     rank: int
     word: str
     index: int
     at_least: int
     operation: str
+    home: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,20 @@ class Store:
     value: int
 
 
-Effect = Wait | Do | Store
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Write into the memory of ``rank``, which is in another node: ``put`` moves data there (None: nothing to move), and ``word[index]``
+    there becomes ``value`` no earlier than the data are visible (put-with-signal). This rank is the word's only writer, and what it sends
+    to one rank arrives in order."""
+
+    rank: int
+    word: str
+    index: int
+    value: int
+    put: Callable[[], None] | None = None
+
+
+Effect = Wait | Do | Store | Send
 Steps = Generator[Effect, None, None]
 
 
@@ -129,7 +148,8 @@ class Topology:
     """Who talks to whom.
 
     ``ranks`` heap ranks in all (HSDP replicas included); ``peers`` the heap ranks of this rank's shard group in shard order; ``replicas``
-    those that own the same shard as this rank, this rank included, in replica order.
+    those that own the same shard as this rank, this rank included, in replica order; ``nodes`` which ranks share a node, None where all
+    do.
     """
 
     rank: int
@@ -138,6 +158,12 @@ class Topology:
     replicas: Sequence[int]
     groups: Sequence[str]
     names: Sequence[str]
+    nodes: Nodes | None = None
+
+    @property
+    def near(self) -> Sequence[int]:
+        """The ranks whose memory this one can read, itself included."""
+        return range(self.ranks) if self.nodes is None else self.nodes.members[self.nodes.node_of[self.rank]]
 
 
 class RankProtocol:
@@ -164,12 +190,10 @@ class RankProtocol:
         """
         self._require("publish", State.SETTLED, State.PUBLISHED)
         if self.state is State.PUBLISHED:
-            yield Do(self.plane.finish_transfers)
-            yield Store("done", 0, self.epoch)
+            yield from self._finish()
         k = self.epoch + 1
         self.state = State.SETTLED  # until the copy is complete a gather must not run
-        for r in self._others():
-            yield Wait(r, "done", 0, k - 1, f"publish of all groups (epoch {k})")
+        yield from self._until_all("done", k - 1, f"publish of all groups (epoch {k})")
         yield Do(self.plane.reshard)
         for g in range(len(self.t.groups)):
             yield Do(lambda g=g: self.plane.publish_shard(g, k))  # type: ignore[misc]
@@ -264,8 +288,7 @@ class RankProtocol:
                         yield Wait(owner, "summed", 0, k, f"settle of group {self.t.groups[g]} (epoch {k})")
                     yield Do(lambda r=owner, g=g: self.plane.pull(r, g, k))  # type: ignore[misc]
                 yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
-        yield Do(self.plane.finish_transfers)
-        yield Store("done", 0, k)
+        yield from self._finish()
         self.state = State.SETTLED
 
     def serve(self, read_word: Callable[[int, str, int], int], source: int) -> Steps:
@@ -298,15 +321,25 @@ class RankProtocol:
         """Finish the current epoch, say ``closed`` and wait until every rank has said so."""
         self._require("detach", State.PUBLISHED, State.SETTLED)
         if self.state is State.PUBLISHED:
-            yield Do(self.plane.finish_transfers)
-            yield Store("done", 0, self.epoch)
+            yield from self._finish()
         yield Store("closed", 0, 1)
-        for r in self._others():
-            yield Wait(r, "closed", 0, 1, "detach")
+        yield from self._until_all("closed", 1, "detach")
         self.state = State.CLOSED
 
-    def _others(self) -> list[int]:
-        return [r for r in self._rotated(range(self.t.ranks)) if r != self.t.rank]
+    def scalar_of(self, peer: int, parity: int) -> tuple[int, str, int]:
+        """Where ``peer``'s number of the last :meth:`exchange` lies for this rank: ``(whose memory, word, index)``."""
+        return peer, "scalar", parity
+
+    def _finish(self) -> Steps:
+        """This rank reads nothing of the current epoch any more."""
+        yield Do(self.plane.finish_transfers)
+        yield Store("done", 0, self.epoch)
+
+    def _until_all(self, word: str, at_least: int, operation: str) -> Steps:
+        """Wait until ``word``, which this rank has stored already, has reached ``at_least`` on every rank."""
+        for r in self._rotated(range(self.t.ranks)):
+            if r != self.t.rank:
+                yield Wait(r, word, 0, at_least, operation)
 
     def _rotated(self, ranks: Sequence[int]) -> list[int]:
         """``ranks`` starting behind this one, so that not everybody reads from the same peer first."""

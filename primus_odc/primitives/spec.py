@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from primus_odc.primitives.nodes import Across
 from primus_odc.symmetric.arena import ArenaPlan, align
 
 PIECE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -90,11 +91,26 @@ def piece_bytes(groups: Sequence[GroupSpec], device: torch.device) -> int:
     return align(min(max((g.grad_nbytes for g in groups), default=0), limit))
 
 
-def memory_bytes(groups: Sequence[GroupSpec], mode: str, slots: int, device: torch.device, *, verify: bool = False) -> dict[str, int]:
-    """What the engine adds to one rank's memory, by purpose (bytes); the first three lie in the arena.
+CHECKSUM_BYTES = 8
+"""Behind every fan-out copy and staging slot, 8-byte aligned: what a reader of another node cannot look up at the writer."""
+
+
+def with_checksum(nbytes: int) -> int:
+    """Bytes of a fan-out copy or staging slot of ``nbytes``; its checksum is the last word."""
+    return align(nbytes, CHECKSUM_BYTES) + CHECKSUM_BYTES
+
+
+_ONE_NODE = Across()
+
+
+def memory_bytes(
+    groups: Sequence[GroupSpec], mode: str, slots: int, device: torch.device, across: Across = _ONE_NODE, *, verify: bool = False
+) -> dict[str, int]:
+    """What the engine adds to one rank's memory, by purpose (bytes); the first five lie in the arena.
 
     ``shards``: published copies, 1/S of the parameters in the compute dtype. ``gradients``: in ``local`` mode the unsharded sum
     (S x gradient shard), in ``owner`` mode the accumulator (one gradient shard). ``ring``: slots for arrivals, ``owner`` mode only.
+    ``fan_out``, ``staging``: across nodes only, see :class:`Across`.
     ``own``: the sum of what this rank made of its own shards, ``owner`` mode only. ``grad``: the persistent ``.grad`` buffers. ``sum``: one
     gradient shard of scratch for the largest group, three with checksums. ``zeros``: one more, which FSDP2 takes for its results.
     """
@@ -105,6 +121,8 @@ def memory_bytes(groups: Sequence[GroupSpec], mode: str, slots: int, device: tor
         "shards": sum(align(g.shard_nbytes) for g in groups),
         "gradients": gradients,
         "ring": shards * slots * piece_bytes(groups, device) if mode == "owner" else 0,
+        "fan_out": across.landings * sum(align(with_checksum(g.shard_nbytes)) for g in groups),
+        "staging": across.stagings * sum(align(with_checksum(g.grad_nbytes)) for g in groups),
         "own": sum(g.grad_nbytes for g in groups) if mode == "owner" else 0,
         "grad": sum(g.grad_numel * g.grad_dtype.itemsize for g in groups),
         "sum": largest * (3 if verify else 1),
@@ -116,8 +134,9 @@ def _gradient_bytes(groups: Sequence[GroupSpec], mode: str) -> list[int]:
     return [g.grad_nbytes * (g.shards if mode == "local" else 1) for g in groups]
 
 
-def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int, device: torch.device) -> ArenaPlan:
-    """Regions of one rank's arena: ``shard.g``, ``grads.g`` and, in owner mode, ``ring.j`` for the source with shard index j."""
+def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int, device: torch.device, across: Across = _ONE_NODE) -> ArenaPlan:
+    """Regions of one rank's arena: ``shard.g``, ``grads.g``; in owner mode ``ring.j`` for the source with shard index j; across nodes
+    ``land.s.g`` for group g of the shard in fan-out slot s, and ``stage.n.g`` for the partial of the n-th other node."""
     plan = ArenaPlan()
     for i, g in enumerate(groups):
         plan.add(f"shard.{i}", g.shard_nbytes)
@@ -126,12 +145,22 @@ def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int, device: torch
     if mode == "owner":
         for j in range(max((g.shards for g in groups), default=1)):
             plan.add(f"ring.{j}", slots * piece_bytes(groups, device))
+    for i, g in enumerate(groups):
+        for s in range(across.landings):
+            plan.add(f"land.{s}.{i}", with_checksum(g.shard_nbytes))
+        for n in range(across.stagings):
+            plan.add(f"stage.{n}.{i}", with_checksum(g.grad_nbytes))
     return plan
 
 
-def word_counts(groups: int, mode: str, ranks: int, shards: int, slots: int) -> dict[str, int]:
-    """Control words of the protocol (see :mod:`primus_odc.primitives.protocol`) and the payload words beside them."""
+def word_counts(groups: int, mode: str, ranks: int, shards: int, slots: int, across: Across = _ONE_NODE) -> dict[str, int]:
+    """Control words of the protocols (:mod:`primus_odc.primitives.protocol`, :mod:`primus_odc.primitives.two_level`) and the payload words
+    beside them."""
     words = {"published": 1, "done": 1, "ready": groups, "normed": 1, "scalar": 2, "shard_sum": groups, "grad_sum": groups * shards}
     if mode == "owner":
         words |= {"final": 1, "summed": 1, "head": ranks, "tail": ranks, "piece": shards * slots * PIECE_WORDS}
+    if across.stagings:
+        nodes = across.stagings + 1
+        words |= {"landed": across.landings * groups, "arrived": nodes * groups, "node_done": nodes, "node_closed": nodes}
+        words |= {"partial": shards * groups, "partial_sum": groups, "far_normed": across.landings, "far_scalar": 2 * across.landings}
     return words

@@ -101,6 +101,7 @@ class SymmetricHeap:
         self.timeout_s = timeout_s
         self.plan = plan
         self.waited_s: dict[str, float] = {}
+        self.signals = 0
         self._probe = plan.add("heap.probe", 16 * self.world_size)
         layout = WordLayout.of({**_HEAP_WORDS, **words})
         self._abort_text = align(layout.nbytes)
@@ -157,31 +158,52 @@ class SymmetricHeap:
         self._stored[position] = value
         self._memory.store(position * WORD_BYTES, value)
 
-    def wait(self, rank: int, word: str, index: int, at_least: int, operation: str) -> None:
-        """Block until ``word[index]`` of ``rank`` reaches ``at_least``.
+    def put(self, rank: int, region: Region, data: torch.Tensor, offset: int = 0) -> None:
+        """Write ``data`` (contiguous) into ``region`` of the arena of ``rank``, from byte ``offset`` of the region.
+
+        It is visible there before what :meth:`signal` stores afterwards; until the reader has answered, ``data`` must not change.
+        """
+        source = data.reshape(-1).view(torch.uint8)
+        self.view(rank, region)[offset : offset + source.numel()].copy_(source)
+
+    def signal(self, rank: int, word: str, value: int, index: int = 0) -> None:
+        """Store ``word[index]`` in the memory of ``rank``, after everything this rank has put there; this rank is its only writer.
+
+        Raises:
+            ProtocolError: the word would decrease.
+        """
+        self.words.signal(rank, word, value, index)
+        self.signals += 1
+
+    def wait(self, rank: int, word: str, index: int, at_least: int, operation: str, home: int | None = None) -> None:
+        """Block until ``word[index]``, written by ``rank``, reaches ``at_least``; it lies in the memory of ``home`` (None: of ``rank``).
 
         Raises:
             PeerError: some rank died, left or aborted first; the message names it and ``operation``.
             PeerTimeoutError: ``rank`` did not get there in time.
         """
         self.check(operation)
-        if self.words.read(rank, word, index) >= at_least:
+        home = rank if home is None else home
+        if self.words.read(home, word, index) >= at_least:
             return
         start = now = last_beat_at = time.monotonic()
         last_beat = self.words.read(rank, "heartbeat")
         rounds, sleep_s = 0, 20e-6
         goal = f"{operation}: waiting for {word}[{index}] of {self.names[rank]} to reach {at_least}"
-        while self.words.read(rank, word, index) < at_least:
+        while self.words.read(home, word, index) < at_least:
             rounds += 1
             if rounds > _SPIN_ROUNDS:
                 time.sleep(sleep_s)
                 sleep_s = min(2 * sleep_s, self._max_sleep_s)
-                self.check(goal, rank, word, index, at_least)
+                self.check(goal)
+                if rank in self._watcher.left and self.words.read(home, word, index) < at_least:
+                    me, writer = self.names[self.rank], self.names[rank]
+                    raise PeerError(f"{me}: {goal}: {writer} left (detached or closed its heap) and will never get there")
                 now = time.monotonic()
                 beat = self.words.read(rank, "heartbeat")
                 if beat != last_beat:
                     last_beat, last_beat_at = beat, now
-                self._check_time(goal, now - last_beat_at, now - start, self.words.read(rank, word, index))
+                self._check_time(goal, now - last_beat_at, now - start, self.words.read(home, word, index))
             else:
                 time.sleep(0)
         key = operation.split(" ", 1)[0]
@@ -199,8 +221,8 @@ class SymmetricHeap:
                 f"({HARD_CAP_FACTOR} x odc.timeout_s); raise odc.timeout_s if it may take that long"
             )
 
-    def check(self, operation: str, rank: int | None = None, word: str = "", index: int = 0, at_least: int = 0) -> None:
-        """Raise :class:`PeerError` if any rank died or aborted, or if ``rank`` left before its word reached ``at_least``."""
+    def check(self, operation: str) -> None:
+        """Raise :class:`PeerError` if any rank died or aborted."""
         me = self.names[self.rank]
         if text := self._abort_message(self.rank):
             raise PeerError(f"{me}: {operation}: this rank failed before: {text}")
@@ -212,8 +234,6 @@ class SymmetricHeap:
         for r in range(self.world_size):
             if r != self.rank and (text := self._abort_message(r)):
                 raise PeerError(f"{me}: {operation}: {self.names[r]} aborted: {text}")
-        if rank is not None and rank in self._watcher.left and self.words.read(rank, word, index) < at_least:
-            raise PeerError(f"{me}: {operation}: {self.names[rank]} left (detached or closed its heap) and will never get there")
 
     def abort(self, message: str) -> None:
         """Tell every peer that this rank failed; the first message stands."""

@@ -1,7 +1,8 @@
 """Control words: the only thing ranks synchronise on.
 
-Every rank owns one block of 64-bit signed words in its own shared segment. A word has exactly one writer, the rank that owns the
-block; every peer may read it. Words only ever grow, and nobody performs a read-modify-write on them, so an aligned 64-bit store and
+Every rank owns one block of 64-bit signed words in its own shared segment. A word has exactly one writer. That is the rank that owns the
+block, and every peer may read it; or, where a protocol assumes that other nodes cannot be read, one rank of another node that signals
+into the block of its reader. Words only ever grow, and nobody performs a read-modify-write on them, so an aligned 64-bit store and
 load are all the hardware support that is needed:
 
 * a writer finishes the data a word covers, then stores the word;
@@ -82,11 +83,21 @@ class Words:
         Raises:
             ProtocolError: the word would decrease; a monotonic word that shrinks means two writers or a broken state machine.
         """
-        block, position = self._blocks[self.rank], self.layout.position(name, index)
+        self.signal(self.rank, name, value, index)
+
+    def signal(self, rank: int, name: str, value: int, index: int = 0) -> None:
+        """Store a word in the block of ``rank`` whose one writer is this rank.
+
+        Raises:
+            ProtocolError: as for :meth:`write`.
+        """
+        block, position = self._blocks[rank], self.layout.position(name, index)
         if value < int(block[position]):
-            raise ProtocolError(f"rank {self.rank}: word {name}[{index}] would fall from {int(block[position])} to {value}")
+            where = "" if rank == self.rank else f" in the block of rank {rank}"
+            raise ProtocolError(f"rank {self.rank}: word {name}[{index}]{where} would fall from {int(block[position])} to {value}")
         block[position] = value
 
-    def put(self, name: str, value: int, index: int = 0) -> None:
-        """Store a payload word (a checksum, the bits of a number): single writer too, but without an order of values."""
-        self._blocks[self.rank][self.layout.position(name, index)] = value
+    def put(self, name: str, value: int, index: int = 0, rank: int | None = None) -> None:
+        """Store a payload word (a checksum, the bits of a number) in the block of ``rank`` (None: this one): single writer too, but without
+        an order of values."""
+        self._blocks[self.rank if rank is None else rank][self.layout.position(name, index)] = value

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Store, Topology, Wait
+from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Send, Store, Topology, Wait
 from tests.primitives.scenario import Scenario, Step, make_steps
 
 TORN = "torn"
@@ -164,6 +164,8 @@ class Agent:
     ended: bool = False
     stores: deque[Store] = field(default_factory=deque)
     """Given to this agent's stream and not visible yet."""
+    sends: defaultdict[int, deque[Send]] = field(default_factory=lambda: defaultdict(deque))
+    """By destination: given to the network and not arrived yet."""
 
 
 @dataclass
@@ -188,26 +190,18 @@ class World:
         """One schedule from start to end; raises :class:`Violation`."""
         scenario = self.scenario
         steps = make_steps(scenario)
-        names = [str(r) for r in range(scenario.world_size)]
         self.agents: list[Agent] = []
         mains: list[Agent] = []
         for rank in range(scenario.world_size):
             plane = self.plane(self, rank)
-            topology = Topology(
-                rank,
-                scenario.world_size,
-                list(scenario.peers(rank)),
-                scenario.owners(rank % scenario.shards),
-                [f"g{g}" for g in range(scenario.groups)],
-                names,
-            )
-            protocol = self.protocol(topology, plane, scenario.mode, scenario.slots)
+            protocol = self._make_protocol(rank, plane)
             mains.append(Agent(f"rank {rank}", rank_main(self, protocol, plane, steps), plane))
             if scenario.mode == "owner":
                 self.agents.append(Agent(f"progress of {rank}", self._progress(protocol), plane))
         self.agents += mains
         self.late = self.schedule.random() < 0.5
         self.agents += [Agent(f"stream of {a.name}", self._stream(a), a.plane) for a in list(self.agents)]
+        self.agents += self._network(mains)
         stickiness, chance = self.schedule.choice((0.3, 0.8, 0.97)), self.schedule.random
         self.unfinished = len(mains)
         while self.unfinished:
@@ -220,6 +214,26 @@ class World:
             while chance() < stickiness and self.runnable(agent):
                 self.advance(agent)
         check_delivered(self, steps)
+
+    def _make_protocol(self, rank: int, plane: SimPlane) -> RankProtocol:
+        scenario = self.scenario
+        topology = Topology(
+            rank,
+            scenario.world_size,
+            list(scenario.peers(rank)),
+            scenario.owners(rank % scenario.shards),
+            [f"g{g}" for g in range(scenario.groups)],
+            [str(r) for r in range(scenario.world_size)],
+        )
+        return self.protocol(topology, plane, scenario.mode, scenario.slots)
+
+    def _network(self, mains: list[Agent]) -> list[Agent]:
+        """What carries ``Send`` effects: nothing does inside a node."""
+        return []
+
+    def reader(self, rank: int) -> Callable[[int, str, int], int]:
+        """Loads words for ``rank``."""
+        return self.read
 
     def read(self, rank: int, word: str, index: int) -> int:
         """Load a word; others may run before the load."""
@@ -238,7 +252,7 @@ class World:
         wait = agent.wait
         if not isinstance(wait, Wait):
             return wait is None or bool(wait())
-        return self.words[(wait.rank, wait.word, wait.index)] >= wait.at_least
+        return self.words[(wait.rank if wait.home is None else wait.home, wait.word, wait.index)] >= wait.at_least
 
     def advance(self, agent: Agent) -> None:
         """Let ``agent`` do one thing: the rest of an effect, or the next effect up to its preemption point."""
@@ -259,11 +273,13 @@ class World:
                     agent.stores.append(effect)
                 else:
                     self._store(agent.plane.rank, effect)
+            elif isinstance(effect, Send):
+                agent.sends[effect.rank].append(effect)
             else:
                 agent.wait = effect
         agent.running = False
 
-    def _store(self, rank: int, store: Store) -> None:
+    def _store(self, rank: int, store: Store | Send) -> None:
         key = (rank, store.word, store.index)
         if store.value < self.words[key]:
             raise Violation(f"word {key} falls from {self.words[key]} to {store.value}")
@@ -313,7 +329,7 @@ def rank_main(world: World, protocol: RankProtocol, plane: SimPlane, steps: Iter
                     yield from reduce(world, protocol, rank, group, microbatch)
                 if step.early[rank] and microbatch == len(mine) - 1:
                     yield from protocol.declare(group)
-        yield from protocol.settle(world.read)
+        yield from protocol.settle(world.reader(rank))
         for _ in range(step.exchanges):
             yield from exchange(world, protocol, rank)
     yield from protocol.close()
@@ -349,13 +365,14 @@ def exchange(world: World, protocol: RankProtocol, rank: int) -> Generator[Effec
 
     def put(parity: int) -> None:
         places.append(world.parities(parity))
-        world.scalars[(rank, places[0])] = number
+        world.scalars[(rank, "scalar", places[0])] = number
 
     yield from protocol.exchange(put, "norm")
     for peer in protocol.t.peers:
         yield Do(lambda: None)  # others may run between two reads
-        if world.scalars[(peer, places[0])] != number:
-            raise Violation(f"rank {rank}: exchange {number} reads {world.scalars[(peer, places[0])]} from rank {peer}")
+        found = world.scalars.get(protocol.scalar_of(peer, places[0]))
+        if found != number:
+            raise Violation(f"rank {rank}: exchange {number} reads {found} from rank {peer}")
 
 
 def check_delivered(world: World, steps: list[Step]) -> None:

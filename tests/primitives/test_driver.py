@@ -10,7 +10,7 @@ import torch
 
 from primus_odc.primitives.driver import ProgressThread, run
 from primus_odc.primitives.lanes import Lanes
-from primus_odc.primitives.protocol import Do, Store, Wait
+from primus_odc.primitives.protocol import Do, Send, Store, Wait
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +29,9 @@ class RecordingHeap:
 
     def store(self, *what: Any) -> None:
         self.log.append(("store", *what))
+
+    def signal(self, *what: Any) -> None:
+        self.log.append(("signal", *what))
 
     def read(self, *what: Any) -> int:
         return 0
@@ -50,8 +53,26 @@ class FailingProtocol:
 
 def test_effects_run_in_order() -> None:
     heap = RecordingHeap()
-    run(heap, [Store("a", 2, 7), Do(lambda: heap.log.append("moved")), Wait(1, "b", 0, 3, "gather")])  # type: ignore[arg-type]
-    assert heap.log == [("store", "a", 7, 2), "moved", ("wait", 1, "b", 0, 3, "gather")]
+    run(
+        heap,  # type: ignore[arg-type]
+        [
+            Store("a", 2, 7),
+            Do(lambda: heap.log.append("moved")),
+            Wait(1, "b", 0, 3, "gather"),
+            Send(3, "c", 4, 9, lambda: heap.log.append("put")),
+            Wait(3, "d", 1, 9, "settle", home=0),
+            Send(3, "c", 5, 9),
+        ],
+    )
+    assert heap.log == [
+        ("store", "a", 7, 2),
+        "moved",
+        ("wait", 1, "b", 0, 3, "gather", None),
+        "put",
+        ("signal", 3, "c", 9, 4),
+        ("wait", 3, "d", 1, 9, "settle", 0),
+        ("signal", 3, "c", 9, 5),
+    ]
 
 
 def test_an_error_of_the_progress_thread_aborts_the_heap_and_is_raised_by_check() -> None:
