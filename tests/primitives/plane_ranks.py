@@ -10,9 +10,13 @@ import torch
 
 from primus_odc.primitives.contribution import Contribution, split_pieces
 from primus_odc.primitives.driver import ProgressThread, run
+from primus_odc.primitives.node_plane import TwoLevelPlane
+from primus_odc.primitives.nodes import Across, Nodes
 from primus_odc.primitives.plane import ArenaPlane
 from primus_odc.primitives.protocol import RankProtocol, Topology
 from primus_odc.primitives.spec import GroupSpec, plan_arena, word_counts
+from primus_odc.primitives.two_level import TwoLevelProtocol
+from primus_odc.symmetric.arena import Region
 from primus_odc.symmetric.heap import SymmetricHeap
 from tests.primitives.groups import Shape, local_part, make_group
 from tests.symmetric.harness import all_good, in_threads
@@ -20,6 +24,25 @@ from tests.symmetric.harness import all_good, in_threads
 Exchange = Callable[[Any], list[Any]]
 
 CPU = torch.device("cpu")
+
+
+def forbid_reading_other_nodes(heap: SymmetricHeap, near: Sequence[int]) -> None:
+    """From here on only puts and signals reach the memory of ranks that are not ``near``; the heap's own words still do."""
+    view, read, words = heap.view, heap.words.read, heap.words
+
+    def near_view(rank: int, region: Region) -> torch.Tensor:
+        assert rank in near, f"rank {heap.rank} maps memory of rank {rank}"
+        return view(rank, region)
+
+    def near_read(rank: int, name: str, index: int = 0) -> int:
+        assert rank in near or name in ("heartbeat", "abort"), f"rank {heap.rank} reads {name} of rank {rank}"
+        return read(rank, name, index)
+
+    def put(rank: int, region: Region, data: torch.Tensor, offset: int = 0) -> None:
+        source = data.reshape(-1).view(torch.uint8)
+        view(rank, region)[offset : offset + source.numel()].copy_(source)
+
+    heap.view, words.read, heap.put = near_view, near_read, put  # type: ignore[method-assign]
 
 
 class PlaneRank:
@@ -38,6 +61,7 @@ class PlaneRank:
         verify: bool = False,
         timeout_s: float = 10.0,
         gather_dtype: torch.dtype = torch.float32,
+        members: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.rank, self.mode, self.replicas, self.shards = rank, mode, replicas, world_size // replicas
         self.shard = rank % self.shards
@@ -48,11 +72,15 @@ class PlaneRank:
         self.grads: dict[int, torch.Tensor] = {}
         names = [f"rank {r}" for r in range(world_size)]
         owners = [self.shard + replica * self.shards for replica in range(replicas)]
-        plan = plan_arena(self.groups, mode, slots, CPU)
-        words = word_counts(len(self.groups), mode, world_size, self.shards, slots)
+        nodes = Nodes(members, self.shards) if members else None
+        across = nodes.across if nodes else Across()
+        plan = plan_arena(self.groups, mode, slots, CPU, across)
+        words = word_counts(len(self.groups), mode, world_size, self.shards, slots, across)
         self.heap = SymmetricHeap(rank, names, plan, words, exchange, timeout_s)
-        self.topology = Topology(rank, world_size, self.peers, owners, [g.name for g in self.groups], names)
-        self.plane = ArenaPlane(
+        self.topology = Topology(rank, world_size, self.peers, owners, [g.name for g in self.groups], names, nodes)
+        if nodes:
+            forbid_reading_other_nodes(self.heap, self.topology.near)
+        self.plane: Any = (TwoLevelPlane if nodes else ArenaPlane)(
             self.heap,
             self.topology,
             self.groups,
@@ -63,7 +91,9 @@ class PlaneRank:
             slots=slots,
             verify=verify,
         )
-        self.protocol = RankProtocol(self.topology, self.plane, mode, slots)
+        self.protocol = (
+            TwoLevelProtocol(self.topology, self.plane) if nodes else RankProtocol(self.topology, self.plane, mode, slots)
+        )
         self.progress: ProgressThread | None = None
 
     def set_parameters(self, full: Sequence[Sequence[torch.Tensor]]) -> None:
