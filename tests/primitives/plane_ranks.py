@@ -80,7 +80,8 @@ class PlaneRank:
         self.topology = Topology(rank, world_size, self.peers, owners, [g.name for g in self.groups], names, nodes)
         if nodes:
             forbid_reading_other_nodes(self.heap, self.topology.near)
-        self.plane: Any = (TwoLevelPlane if nodes else ArenaPlane)(
+        plane: Any = TwoLevelPlane if nodes else ArenaPlane
+        self.plane = plane(
             self.heap,
             self.topology,
             self.groups,
@@ -91,9 +92,7 @@ class PlaneRank:
             slots=slots,
             verify=verify,
         )
-        self.protocol = (
-            TwoLevelProtocol(self.topology, self.plane) if nodes else RankProtocol(self.topology, self.plane, mode, slots)
-        )
+        self.protocol = TwoLevelProtocol(self.topology, self.plane) if nodes else RankProtocol(self.topology, self.plane, mode, slots)
         self.progress: ProgressThread | None = None
 
     def set_parameters(self, full: Sequence[Sequence[torch.Tensor]]) -> None:
