@@ -13,4 +13,4 @@ cd -- "$ODC_ROOT"
 # One thread a process: the tests start several processes each.
 export OMP_NUM_THREADS=1
 # timeout makes a process group of its own and signals all of it, so no worker outlives the limit.
-exec timeout --signal=INT --kill-after=30 "${TEST_TIMEOUT_S:-1200}" "$VENV/bin/python" -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile "$@"
+exec timeout --signal=INT --kill-after=30 "${TEST_TIMEOUT_S:-1200}" "$VENV/bin/python" -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -1,4 +1,4 @@
-"""Run a function on N real processes joined by gloo, and get every rank's result (or its traceback) back.
+"""Run a function on N real processes joined by gloo, and get every rank's result (or its traceback) back; and run a program as a process.
 
 The processes are forked from a server that has torch and megatron-core imported already, so starting a set costs tens of milliseconds.
 Every worker ends with a barrier, a flush and ``os._exit``: a process that leaves through the interpreter's finalisation right after a gloo
@@ -7,23 +7,26 @@ collective aborts in a few per cent of runs.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = mp.get_context("forkserver")
+# One server serves every test of this process, and what it imports is fixed when it starts: no test makes a context of its own.
+FORK_SERVER = mp.get_context("forkserver")
 # megatron-core takes seconds to import: once in the server, instead of once in every worker.
-_CONTEXT.set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.tensor", "primus_odc.fsdp.engine", "primus_odc.megatron.model"]
+FORK_SERVER.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.tensor", "primus_odc.fsdp.engine", "primus_odc.megatron.trainer", "tests.workers"]
 )
 
 
@@ -43,7 +46,7 @@ def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeo
     Raises:
         WorkerFailedError: some worker raised, died or did not end in time; all are ended then.
     """
-    context = mp.get_context("spawn") if gpu else _CONTEXT  # CUDA does not survive a fork
+    context = mp.get_context("spawn") if gpu else FORK_SERVER  # CUDA does not survive a fork
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             context.Process(target=_main, args=(function, r, world_size, folder, args, timeout_s, gpu), daemon=True)
@@ -106,3 +109,86 @@ def _main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class Program:
+    """``main`` as a process that ends like a script: its own environment and arguments, both outputs in files, exit handlers run.
+
+    Cheaper than ``python -m`` by the imports of the server.
+    """
+
+    def __init__(
+        self, main: Callable[[], int | None], *words: str, folder: Path, name: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._outputs = [folder / f"{name}.{stream}" for stream in ("stdout", "stderr")]
+        arguments = (main, [name, *words], dict(os.environ if environment is None else environment), self._outputs)
+        self._process = FORK_SERVER.Process(target=_run_program, args=arguments, daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or the negative number of the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    @property
+    def stdout(self) -> str:
+        """What it has written so far."""
+        return self._outputs[0].read_text() if self._outputs[0].exists() else ""
+
+    @property
+    def stderr(self) -> str:
+        return self._outputs[1].read_text() if self._outputs[1].exists() else ""
+
+    def until(self, words: str, timeout_s: float) -> None:
+        """Wait until its standard output holds ``words``."""
+        deadline = time.monotonic() + timeout_s
+        while words not in self.stdout:
+            if self.returncode is not None or time.monotonic() > deadline:
+                raise AssertionError(f"exit status {self.returncode} without {words!r}:\n{self.stdout}\n{self.stderr}")
+            time.sleep(0.02)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for its end; it is killed if that does not come in time."""
+        self._process.join(timeout_s)
+        if self.returncode is None:
+            self.send(signal.SIGKILL)
+            self._process.join(10)
+            raise AssertionError(f"no end in {timeout_s:g} s:\n{self.stdout}\n{self.stderr}")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal; one that has ended is left alone."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it, also where it is stopped."""
+        self.send(signal.SIGKILL)
+        self._process.join(10)
+
+
+def _run_program(main: Callable[[], int | None], words: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
+    for number, path in enumerate(outputs, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = words
+    code: int | str | None = 1
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:  # noqa: BLE001  # what the interpreter does with it
+        sys.last_type = type(error)
+        traceback.print_exc()
+    atexit._run_exitfuncs()  # a forked process would end without them
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else bool(code))

@@ -1,4 +1,4 @@
-"""A training script of its own (no elastic agent), one rank of which is killed by the test: see test_t18_killed_rank.py."""
+"""A training script of its own (no elastic agent), one rank of which is killed by the test (test_t18_killed_rank.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,3 @@ def main() -> None:
         model.zero_grad()
         if step == 2:
             print(f"running {os.getpid()}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

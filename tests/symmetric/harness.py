@@ -5,7 +5,6 @@ Processes come from a fork server that has torch imported already, so that a ran
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -13,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 from primus_odc.symmetric.arena import ArenaPlan
 from primus_odc.symmetric.heap import SymmetricHeap
+from tests.workers import FORK_SERVER
 
 JOIN_S = 20.0
 """Hard limit of every wait of a test for its ranks."""
@@ -109,22 +108,15 @@ class FileExchange:
         return self._directory / f"round.{self._round}.{rank}"
 
 
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["primus_odc.symmetric.heap", "tests.symmetric.harness"])
-    return context
-
-
 class Ranks:
     """Real processes, one per rank, each running ``main(rank, exchange, pipe, *args)``; ended, stopped ones too, on leaving the block."""
 
     def __init__(self, world_size: int, directory: Path, main: Callable[..., Any], *args: Any) -> None:
-        context = _context()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_entry, args=(rank, world_size, directory, theirs, main, args), daemon=True)
+            ours, theirs = FORK_SERVER.Pipe()
+            process = FORK_SERVER.Process(target=_entry, args=(rank, world_size, directory, theirs, main, args), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
