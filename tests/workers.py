@@ -146,9 +146,9 @@ class Program:
         return self._outputs[1].read_text() if self._outputs[1].exists() else ""
 
     def until(self, words: str, timeout_s: float) -> None:
-        """Wait until its standard output holds ``words``."""
+        """Wait until one of its outputs holds ``words``."""
         deadline = time.monotonic() + timeout_s
-        while words not in self.stdout:
+        while words not in self.stdout and words not in self.stderr:
             if self.returncode is not None or time.monotonic() > deadline:
                 raise AssertionError(f"exit status {self.returncode} without {words!r}:\n{self.stdout}\n{self.stderr}")
             time.sleep(0.02)

@@ -11,9 +11,17 @@ import pytest
 
 from primus_odc.bench.summary import summarise
 from primus_odc.cli import main
+from tests.forked_ranks import main_with_forked_ranks
+from tests.workers import Program
 
 ARMS = ["nccl_pad", "nccl_zero2", "nccl_localsort", "odc_pad", "odc_nopad", "odc_nopad:resident", "odc_nopad:owner", "ideal"]
 SMALL = ["--device", "cpu", "--shape", "tiny", "--layers", "1", "--nproc", "2", "--timeout-s", "50"]
+
+
+def bench(folder: Path, *words: str) -> None:
+    process = Program(main_with_forked_ranks, "bench", *words, folder=folder, name="bench")
+    process.wait(100)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +75,8 @@ def test_traces_and_a_picture_are_there(measured: tuple[dict[str, Any], Path]) -
 @pytest.mark.timeout(120)
 def test_one_model_can_serve_all_arms(tmp_path: Path) -> None:
     words = ["--points", "1:8192", "--minibatches", "2", "--sequence", "1", "--out", str(tmp_path / "r.json"), "--share-model"]
-    assert main(["bench", "train", *words, "--arms", "nccl_zero2", "odc_nopad:resident", "nccl_pad", "odc_nopad", "ideal", *SMALL]) == 0
+    arms = ["nccl_zero2", "odc_nopad:resident", "nccl_pad", "odc_nopad", "ideal"]
+    bench(tmp_path, "train", *words, "--arms", *arms, *SMALL)
     (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
     steps = run["entries"][0]["steps"]
     for minibatch in (0, 1):
@@ -78,7 +87,7 @@ def test_one_model_can_serve_all_arms(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_what_the_budget_does_not_allow_is_not_run(tmp_path: Path) -> None:
     words = ["--points", "1:8192", "--minibatches", "2", "--out", str(tmp_path / "r.json"), "--arms", "nccl_pad", "--budget-s", "0.001"]
-    assert main(["bench", "train", *words, *SMALL]) == 0
+    bench(tmp_path, "train", *words, *SMALL)
     assert not (tmp_path / "r.json").exists()
 
 
@@ -86,8 +95,7 @@ def test_what_the_budget_does_not_allow_is_not_run(tmp_path: Path) -> None:
 def test_transfers_are_measured_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "p.json"
     words = ["--sizes", "64K", "1M", "--repeats", "2", "--device", "cpu", "--nproc", "2", "--timeout-s", "50", "--out", str(out)]
-    assert main(["bench", "primitives", *words]) == 0
-    capsys.readouterr()
+    bench(tmp_path, "primitives", *words)
     assert main(["bench", "report", str(out), str(out), "--merged", str(tmp_path / "m.json")]) == 0
     printed = capsys.readouterr().out
     assert [line.split(" | ")[:2] for line in printed.splitlines() if line.startswith(("| gather", "| scatter"))] == [

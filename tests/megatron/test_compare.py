@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,25 +16,22 @@ from primus_odc.megatron.compare import run_comparison
 from primus_odc.megatron.compare_job import arm_params
 from primus_odc.report.ladder import free_ms, lockstep_ms
 from primus_odc.report.result import ComparisonResult
+from tests.forked_ranks import main_with_forked_ranks
 from tests.megatron.test_local_ranks import ROOT, gone
+from tests.workers import Program
 
 SMOKE = ROOT / "configs" / "smoke.yaml"
 STEPS, RANKS = 3, 2
 ARMS = ["nccl_pad", "nccl_zero2", "odc_pad", "odc_nopad"]
 
 
-def compare(folder: Path, *words: str, config: Path = SMOKE) -> subprocess.Popen[str]:
-    """``primus-odc compare`` in a process; everything it writes goes to ``folder``."""
-    arguments = [str(config), "--nproc", str(RANKS), "--output", str(folder / "out"), f"--data_cache_path={folder / 'cache'}", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "primus_odc", "compare", *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def words_of(folder: Path, *words: str) -> list[str]:
+    """``compare`` with the smoke configuration; everything it writes goes to ``folder``."""
+    return ["compare", str(SMOKE), "--nproc", str(RANKS), "--output", str(folder / "out"), f"--data_cache_path={folder / 'cache'}", *words]
+
+
+def forked(folder: Path, *words: str) -> Program:
+    return Program(main_with_forked_ranks, *words_of(folder, *words), folder=folder, name="compare")
 
 
 def descendants(pid: int) -> list[int]:
@@ -44,21 +40,21 @@ def descendants(pid: int) -> list[int]:
     return [int(child) for child in children]
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 150) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    finally:
-        process.kill()
-    return process.returncode, out, err
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[ComparisonResult, str, str]:
     folder = tmp_path_factory.mktemp("smoke")
-    code, out, err = finish(compare(folder, "--steps", str(STEPS), "--arms", ",".join(ARMS)))
-    assert code == 0, err
+    done = subprocess.run(
+        [sys.executable, "-m", "primus_odc", *words_of(folder, "--steps", str(STEPS), "--arms", ",".join(ARMS))],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
     page = (folder / "out" / "index.html").read_text()
-    return ComparisonResult.read(folder / "out" / "result.json"), out, page
+    return ComparisonResult.read(folder / "out" / "result.json"), done.stdout, page
 
 
 @pytest.mark.timeout(180)
@@ -118,28 +114,19 @@ def test_terminal_says_it_all(smoke: tuple[ComparisonResult, str, str]) -> None:
         assert words in out or words in out.replace("\n  ", " ")
 
 
-def wait_for_step(process: subprocess.Popen[str]) -> list[str]:
-    """Lines of standard error until the first step is through."""
-    assert process.stderr is not None
-    lines: list[str] = []
-    deadline = time.monotonic() + 120
-    while not any(line.startswith("step ") for line in lines):
-        line = process.stderr.readline()
-        assert line and time.monotonic() < deadline, "".join(lines)
-        lines.append(line)
-    return lines
-
-
 @pytest.mark.timeout(180)
 def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
-    process = compare(tmp_path, "--steps", "10000")
-    wait_for_step(process)
-    ranks = descendants(process.pid)
-    assert len(ranks) == RANKS
-    os.kill(ranks[1], signal.SIGKILL)
-    code, _, err = finish(process)
-    assert code == 2
-    assert "rank 1 was killed by SIGKILL" in err
+    process = forked(tmp_path, "--steps", "10000")
+    try:
+        process.until("\nstep ", 120)
+        ranks = descendants(process.pid)
+        assert len(ranks) == RANKS
+        os.kill(ranks[1], signal.SIGKILL)
+        process.wait(60)
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    assert "rank 1 was killed by SIGKILL" in process.stderr
     assert all(gone(pid) for pid in ranks)
     assert not (tmp_path / "out").exists()
 
@@ -147,8 +134,10 @@ def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
-    code, _, err = finish(compare(tmp_path, "--sft_dataset_name", str(tmp_path / "bad.jsonl")))
-    assert code == 2
+    process = forked(tmp_path, "--sft_dataset_name", str(tmp_path / "bad.jsonl"))
+    process.wait(120)
+    assert process.returncode == 2
+    err = process.stderr
     assert "ranks 0, 1 failed with exit status 2" in err and err.count("sample 'bad.jsonl:1'") == 1 and "Traceback" not in err
 
 
