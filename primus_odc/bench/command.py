@@ -1,4 +1,4 @@
-"""``primus-odc bench primitives | train | published | report``: start the ranks on this host, or make the tables of a result file."""
+"""``primus-odc bench primitives | train | published | primus | report``: start ranks on this host, or make tables of a result file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from primus_odc.bench.in_primus import add_primus_arguments, run_in_primus
 from primus_odc.bench.job import IDEAL, LENGTHS, ON_DEMAND, STOCK, Job
 from primus_odc.bench.markdown import render
 from primus_odc.bench.published import ARMS, BUDGET_S, MINIBATCHES, TABLE, render_published
@@ -70,6 +71,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--transport", default="auto", help="of the engine, as odc.transport")
         kind.add_argument("--timeout-s", type=float, default=120.0, metavar="S", help="for a silent peer or collective (default: 120)")
         kind.add_argument("--commit", metavar="TEXT", help="what was measured, where git cannot tell")
+    what = "the minibatches of bench train in the real Primus, arm after arm"
+    add_primus_arguments(kinds.add_parser("primus", help=what, allow_abbrev=False))
     report = kinds.add_parser("report", help="result files as Markdown", allow_abbrev=False)
     report.add_argument("files", type=Path, nargs="+", metavar="FILE.json", help="runs of one commit and machine are put together")
     report.add_argument("--output", type=Path, metavar="FILE.md", help="default: standard output")
@@ -94,6 +97,8 @@ def run_bench(args: argparse.Namespace) -> int:
             save(args.merged, content)
         _put(render_published(content) if args.published else render(content), args.output)
         return 0
+    if args.kind == "primus":
+        return run_in_primus(args)
     load(Path(args.out))  # rather now than after the measurement
     with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
         job = _job(args, str(Path(folder) / "store"))

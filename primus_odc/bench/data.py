@@ -1,4 +1,4 @@
-"""Minibatches to measure with: lengths like those of long documents, random tokens, every arm's plan.
+"""Minibatches to measure with: random tokens, every arm's plan.
 
 The rank whose work decides how long a step takes is the same one in every arm, the first, because GPUs of one kind differ by a few per
 cent: for equal counts the rank with the costliest microbatch, else the rank with the costliest sum.
@@ -17,7 +17,6 @@ from primus_odc.data.packing import pack_microbatch
 from primus_odc.data.samples import Sample
 from primus_odc.megatron.microbatch import Microbatch
 from primus_odc.planning import CostModel, MinibatchPlan, plan_minibatch
-from primus_odc.planning.lengths import named_distribution
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -29,15 +28,6 @@ class BenchMinibatch:
     """This rank's own, on its device."""
     target_tokens: int
     """Over all ranks."""
-
-
-def draw_lengths(kind: str, count: int, cap: int, seed: int, divisor: int = 1) -> list[int]:
-    """``count`` lengths: of ``longalign-like``, divided by ``divisor`` and cut to ``cap``, or ``equal``, all half of ``cap``."""
-    if kind == "equal":
-        return [max(2, cap // 2)] * count
-    distribution = named_distribution(f"longalign-like/{divisor}")
-    assert distribution is not None
-    return [min(int(length), cap) for length in distribution.sample(count, seed)]
 
 
 def make_samples(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Sample]:

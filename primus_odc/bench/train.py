@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from primus_odc.bench.agreement import require_agreement
 from primus_odc.bench.clock import Clock
-from primus_odc.bench.data import BenchMinibatch, draw_lengths, make_minibatch, make_samples
+from primus_odc.bench.data import BenchMinibatch, make_minibatch, make_samples
 from primus_odc.bench.job import IDEAL, ArmSpec, Job, arm_spec
+from primus_odc.bench.lengths import draw_minibatches
 from primus_odc.bench.results import append, identity
 from primus_odc.bench.shapes import SHAPES
 from primus_odc.bench.stations import Stations
@@ -129,11 +130,11 @@ class _Point:
     def _make_blocks(self) -> list[dict[str, list[BenchMinibatch]]]:
         job, cost_model = self._job, self._shape.with_layers(self._job.layers).cost_model(self._job.fixed_tokens)
         count = self.samples_per_rank * job.world_size
-        seed = job.seed * 1000 + self.samples_per_rank
-        lengths = draw_lengths(job.lengths, count * job.minibatches, self.cap, seed, self._shape.length_divisor)
+        divisor = self._shape.length_divisor
+        drawn = draw_minibatches(job.lengths, count, job.minibatches, self.cap, job.seed, self.samples_per_rank, divisor)
         minibatches: list[dict[str, BenchMinibatch]] = []
-        for number in range(job.minibatches):
-            samples = make_samples(lengths[number * count : (number + 1) * count], self._shape.vocab_size, number)
+        for number, lengths in enumerate(drawn):
+            samples = make_samples(lengths, self._shape.vocab_size, number)
             plans: dict[tuple[str, bool], BenchMinibatch] = {}
             for arm in self._arms:
                 key = (arm.policy, arm.pads_empty_ranks)

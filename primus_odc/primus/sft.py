@@ -186,7 +186,8 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable
     )
 
     def report(loss: torch.Tensor) -> tuple[Any, ...]:
-        targets = torch.tensor(microbatch.num_targets, dtype=torch.int, device=loss.device)
+        # Filled on the device: copying a number there would make the host wait for the whole forward.
+        targets = torch.full((), microbatch.num_targets, dtype=torch.int, device=loss.device)
         return loss, targets, {LOSS: torch.stack([loss.detach().float(), targets.float()])}
 
     return loss_sum, report

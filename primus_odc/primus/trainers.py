@@ -56,6 +56,7 @@ class ArmTrainer:
 
     def train(self) -> None:
         """Train the arm."""
+        import torch
         from megatron.training import training
 
         from primus_odc.megatron.arm import policy_of
@@ -64,7 +65,8 @@ class ArmTrainer:
         from primus_odc.primus.loop import ArmLoop
         from primus_odc.primus.report import StepReporter
 
-        args, comm, meter = self.backend_args, self._checked.comm, Meter()
+        args, comm = self.backend_args, self._checked.comm
+        meter = Meter(torch.device("cuda" if args.distributed_backend == "nccl" else "cpu"))
         cost_model = cost_model_of(comm.odc, args, gated_mlp=args.swiglu, recompute=args.recompute_granularity == "full")
         self._reporter = StepReporter(comm.arm, meter, args.log_interval, args.train_iters)
         self._loop = ArmLoop(comm, self._reporter, meter)

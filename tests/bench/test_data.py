@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from primus_odc.bench.data import draw_lengths, heaviest_first, make_minibatch, make_samples
+from primus_odc.bench.data import heaviest_first, make_minibatch, make_samples
 from primus_odc.bench.job import arm_spec
+from primus_odc.bench.lengths import draw_lengths
 from primus_odc.planning import CostModel, MinibatchPlan
 
 TOKENS = CostModel.from_config("linear")
