@@ -5,7 +5,7 @@
 namespace odc {
 
 template <typename V>
-__device__ inline void copy_items(V* to, const V* from, uint64_t count, unsigned part, unsigned parts) {
+__device__ __forceinline__ void copy_items(V* to, const V* from, uint64_t count, unsigned part, unsigned parts) {
   const uint64_t stride = uint64_t(parts) * blockDim.x;
   uint64_t i = uint64_t(part) * blockDim.x + threadIdx.x;
   for (; i + 3 * stride < count; i += 4 * stride) {  // four loads on their way at a time
@@ -17,7 +17,7 @@ __device__ inline void copy_items(V* to, const V* from, uint64_t count, unsigned
 
 // `to` and `from` have the same address modulo sizeof(V): single bytes up to the first aligned address, items, single bytes again.
 template <typename V>
-__device__ inline void copy_aligned(uint64_t to, uint64_t from, uint64_t bytes, unsigned part, unsigned parts) {
+__device__ __forceinline__ void copy_aligned(uint64_t to, uint64_t from, uint64_t bytes, unsigned part, unsigned parts) {
   uint64_t head = (sizeof(V) - to % sizeof(V)) % sizeof(V);
   if (head > bytes) head = bytes;
   const uint64_t items = (bytes - head) / sizeof(V), tail = head + items * sizeof(V);
@@ -29,7 +29,7 @@ __device__ inline void copy_aligned(uint64_t to, uint64_t from, uint64_t bytes, 
   if (tail + threadIdx.x < bytes) out[tail + threadIdx.x] = in[tail + threadIdx.x];  // fewer than a block has threads
 }
 
-__device__ inline void copy_bytes(uint64_t to, uint64_t from, uint64_t bytes, unsigned part, unsigned parts) {
+__device__ __forceinline__ void copy_bytes(uint64_t to, uint64_t from, uint64_t bytes, unsigned part, unsigned parts) {
   const uint64_t distance = to - from;
   if (distance % 16 == 0)
     copy_aligned<uint4>(to, from, bytes, part, parts);
@@ -62,7 +62,7 @@ struct One {
 // Items [first, count) of `out` := (add ? out : 0) + source 0 + source 1 + ..., added in this order for every item, kItems of them at a
 // time. Returns the first item it left out.
 template <typename P, int kItems>
-__device__ inline uint64_t sum_items(P* out, const Sources& sources, int n, uint64_t i, uint64_t count, uint64_t stride, bool add) {
+__device__ __forceinline__ uint64_t sum_items(P* out, const Sources& sources, int n, uint64_t i, uint64_t count, uint64_t stride, bool add) {
   for (; i + (kItems - 1) * stride < count; i += kItems * stride) {
     P total[kItems] = {};
     if (add) {
@@ -85,14 +85,14 @@ __device__ inline uint64_t sum_items(P* out, const Sources& sources, int n, uint
 }
 
 template <typename P>
-__device__ inline void sum_range(P* out, const Sources& sources, int n, uint64_t count, bool add) {
+__device__ __forceinline__ void sum_range(P* out, const Sources& sources, int n, uint64_t count, bool add) {
   const uint64_t stride = uint64_t(gridDim.x) * blockDim.x;
   const uint64_t first = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   sum_items<P, 1>(out, sources, n, sum_items<P, 4>(out, sources, n, first, count, stride, add), count, stride, add);
 }
 
 template <typename T>
-__device__ inline void sum(uint64_t out, const Sources& sources, int n, uint64_t count, bool add) {
+__device__ __forceinline__ void sum(uint64_t out, const Sources& sources, int n, uint64_t count, bool add) {
   uint64_t misaligned = out % 16;
   for (int s = 0; s < n; ++s) misaligned |= sources.address[s] % 16;
   if (misaligned) {

@@ -11,14 +11,14 @@
 namespace odc {
 
 // The whole block leaves, or nobody: later code synchronises the block.
-__device__ inline bool failed_before(const Context& context) {
+__device__ __forceinline__ bool failed_before(const Context& context) {
   __shared__ bool failed;
   if (threadIdx.x == 0) failed = *reinterpret_cast<volatile uint64_t*>(&context.claimed->code) != kNoFailure;
   __syncthreads();
   return failed;
 }
 
-__device__ inline void fail(const Context& context, Failure code, int pe, uint64_t offset, uint64_t expected, uint64_t found) {
+__device__ __forceinline__ void fail(const Context& context, Failure code, int pe, uint64_t offset, uint64_t expected, uint64_t found) {
   auto* claim = reinterpret_cast<unsigned long long*>(&context.claimed->code);
   if (atomicCAS(claim, static_cast<unsigned long long>(kNoFailure), static_cast<unsigned long long>(kClaimed)) != kNoFailure) return;
   Status* report = context.reported;
@@ -31,7 +31,7 @@ __device__ inline void fail(const Context& context, Failure code, int pe, uint64
 }
 
 // Byte `i` of a pattern that differs between seeds and between places.
-__device__ inline unsigned char pattern(uint64_t seed, uint64_t i) {
+__device__ __forceinline__ unsigned char pattern(uint64_t seed, uint64_t i) {
   uint64_t x = seed * 0x9E3779B97F4A7C15ull + (i / 8 + 1) * 0xD1B54A32D192ED03ull;
   x ^= x >> 29;
   x *= 0xBF58476D1CE4E5B9ull;
