@@ -100,6 +100,7 @@ def _judge(job: Job, run: Run, groups: list[Any]) -> Finding:
     import torch
 
     from primus_odc.fsdp.choices import RING_SLOTS, budget_of, decide, resolve_transport
+    from primus_odc.primitives.nodes import Across, group_into_nodes
     from primus_odc.primitives.spec import memory_bytes, plan_arena
 
     odc, device, local = run.comm.odc, torch.device(run.device_type), job.local_world()
@@ -108,9 +109,14 @@ def _judge(job: Job, run: Run, groups: list[Any]) -> Finding:
     free = available_memory() // local if on_cpu else job.facts.get("gpu_free_bytes")
     what = f"free memory, divided by {local} ranks" if on_cpu else "free memory of a GPU before the model is on it"
     budget, source = budget_of(odc, lambda: (free, what)) if free is not None else (math.inf, "the free memory of the GPUs is not known")
-    choices = decide(odc, groups, resolve_transport(odc, run.device_type), device, budget, source)
-    by_purpose = memory_bytes(groups, choices.accumulate, RING_SLOTS, device, verify=odc.verify == "checksum")
-    arena = plan_arena(groups, choices.accumulate, RING_SLOTS, device).nbytes
+    nodes = group_into_nodes(range(job.world()), odc.ranks_per_node, job.world())
+    try:
+        choices = decide(odc, groups, resolve_transport(odc, run.device_type), device, budget, source, nodes)
+    except ConfigError as error:
+        return Finding(check="engine memory", severity="problem", found="; ".join(error.problems))
+    across = nodes.across if nodes is not None else Across()
+    by_purpose = memory_bytes(groups, choices.accumulate, RING_SLOTS, device, across, verify=odc.verify == "checksum")
+    arena = plan_arena(groups, choices.accumulate, RING_SLOTS, device, across).nbytes
     total = sum(by_purpose.values())
     parameters = sum(g.grad_numel for g in groups) * job.world()
     found = (
@@ -132,5 +138,11 @@ def _judge(job: Job, run: Run, groups: list[Any]) -> Finding:
     if total <= free:
         return Finding(check="engine memory", severity="ok", found=found, details=details)
     setting = f"free is {free / GIB:.3f} GiB a rank: "
-    setting += "odc.accumulate: owner, more ranks" if choices.accumulate == "local" else "more ranks" if not on_cpu else "fewer ranks"
+    setting += (
+        "odc.accumulate: owner, more ranks"
+        if choices.accumulate == "local" and nodes is None
+        else "more ranks"
+        if not on_cpu
+        else "fewer ranks"
+    )
     return Finding(check="engine memory", severity="problem", found=found, setting=f"{setting}, or a smaller model", details=details)

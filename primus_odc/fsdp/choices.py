@@ -15,6 +15,7 @@ import torch
 from primus_odc.config import OdcConfig
 from primus_odc.errors import ConfigError
 from primus_odc.fsdp.mesh import Mesh
+from primus_odc.primitives.nodes import Across, Nodes, group_into_nodes
 from primus_odc.primitives.spec import GroupSpec, memory_bytes
 from primus_odc.symmetric.host import available_memory
 
@@ -35,6 +36,7 @@ class Choices:
     transport: Transport
     accumulate: Literal["local", "owner"]
     parameters: Literal["reshard", "resident"]
+    nodes: int
     reason: str
 
 
@@ -71,7 +73,12 @@ def free_memory(device: torch.device, ranks: int) -> tuple[int, str]:
 def choose(config: OdcConfig, transport: Transport, groups: Sequence[GroupSpec], mesh: Mesh, device: torch.device) -> Choices:
     """Resolve what is left to ``auto`` (collective over the mesh)."""
     budget, source = budget_of(config, lambda: free_memory(device, mesh.world_size))
-    return decide(config, groups, transport, device, min(mesh.exchange(budget)), source)
+    return decide(config, groups, transport, device, min(mesh.exchange(budget)), source, nodes_of(config, mesh))
+
+
+def nodes_of(config: OdcConfig, mesh: Mesh) -> Nodes | None:
+    """The nodes among which the ranks of ``mesh`` are spread; None: they share one."""
+    return group_into_nodes(mesh.global_ranks, config.ranks_per_node, mesh.shards)
 
 
 def budget_of(config: OdcConfig, free: Callable[[], tuple[int, str]]) -> tuple[float, str]:
@@ -83,16 +90,28 @@ def budget_of(config: OdcConfig, free: Callable[[], tuple[int, str]]) -> tuple[f
 
 
 def decide(
-    config: OdcConfig, groups: Sequence[GroupSpec], transport: Transport, device: torch.device, budget: float, source: str
+    config: OdcConfig,
+    groups: Sequence[GroupSpec],
+    transport: Transport,
+    device: torch.device,
+    budget: float,
+    source: str,
+    nodes: Nodes | None = None,
 ) -> Choices:
-    """The choices that follow from ``budget``, in bytes a rank, which comes from ``source``."""
-    verify = config.verify == "checksum"
-    local = sum(memory_bytes(groups, "local", RING_SLOTS, device, verify=verify).values())
+    """The choices that follow from ``budget``, in bytes a rank, which comes from ``source``.
+
+    Raises:
+        ConfigError: what ``nodes`` do not allow.
+    """
+    if nodes is not None:
+        _require_nodes_served(config, transport, nodes)
+    verify, across = config.verify == "checksum", nodes.across if nodes is not None else Across()
+    local = sum(memory_bytes(groups, "local", RING_SLOTS, device, across, verify=verify).values())
     owner = sum(memory_bytes(groups, "owner", RING_SLOTS, device, verify=verify).values())
     resident = sum(g.shards * g.shard_nbytes for g in groups)
     accumulate: Literal["local", "owner"]
     if config.accumulate == "auto":
-        accumulate = "local" if config.deterministic or local <= budget else "owner"
+        accumulate = "local" if config.deterministic or nodes is not None or local <= budget else "owner"
     else:
         accumulate = config.accumulate
     spent = local if accumulate == "local" else owner
@@ -101,8 +120,23 @@ def decide(
         parameters = "resident" if spent + resident <= budget else "reshard"
     else:
         parameters = config.parameters
+    other = f"owner {owner / GIB:.3f}" if nodes is None else "which is the only mode across nodes"
     reason = (
-        f"budget {budget / GIB:.3f} GiB a rank ({source}); local needs {local / GIB:.3f}, owner {owner / GIB:.3f}, resident parameters "
+        f"budget {budget / GIB:.3f} GiB a rank ({source}); local needs {local / GIB:.3f}, {other}, resident parameters "
         f"{resident / GIB:.3f} more"
     )
-    return Choices(transport, accumulate, parameters, reason)
+    return Choices(transport, accumulate, parameters, nodes.count if nodes is not None else 1, reason)
+
+
+def _require_nodes_served(config: OdcConfig, transport: Transport, nodes: Nodes) -> None:
+    made = f"odc.ranks_per_node: {config.ranks_per_node} spreads these ranks over {nodes.count} nodes, and"
+    problems = []
+    if transport != "host":
+        problems.append(f"{made} odc.transport: {transport} reaches one; several are served on odc.transport: host (CPU tensors)")
+    if config.accumulate == "owner":
+        problems.append(
+            f"{made} odc.accumulate: owner would push every microbatch's gradients across them; there gradients are added up inside a node "
+            "first and sent once a minibatch: set odc.accumulate: local (or auto)"
+        )
+    if problems:
+        raise ConfigError(problems)

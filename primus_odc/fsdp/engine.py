@@ -26,8 +26,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from primus_odc.config import OdcConfig, parse_options
 from primus_odc.errors import ProtocolError, UnsupportedModelError
+from primus_odc.fsdp.assembly import assemble
 from primus_odc.fsdp.binding import give_back, restore_collectives, take_over
-from primus_odc.fsdp.choices import GIB, RING_SLOTS, choose, resolve_transport
+from primus_odc.fsdp.choices import GIB, choose, resolve_transport
 from primus_odc.fsdp.edits import EditCheck
 from primus_odc.fsdp.gather import Into, OnDemandAllGather
 from primus_odc.fsdp.gradients import GradientStore
@@ -39,11 +40,9 @@ from primus_odc.fsdp.reduce import ScatterAccumulate, Zeros
 from primus_odc.fsdp.verify import ReferenceCheck
 from primus_odc.primitives.contribution import Contribution, split_pieces
 from primus_odc.primitives.driver import ProgressThread, run
-from primus_odc.primitives.plane import ArenaPlane, Fill
-from primus_odc.primitives.protocol import RankProtocol, State, Topology
-from primus_odc.primitives.spec import layout_digest, memory_bytes, plan_arena, word_counts
-from primus_odc.symmetric.heap import SymmetricHeap
-from primus_odc.symmetric.symm_mem import DeviceMemory
+from primus_odc.primitives.plane import Fill
+from primus_odc.primitives.protocol import State
+from primus_odc.primitives.spec import layout_digest
 from primus_odc.versions import require_fsdp2
 
 logger = logging.getLogger("primus_odc")
@@ -91,30 +90,25 @@ class Engine:
             self._units: list[Unit] = find_units(model, self._mesh.shards)
             self.choices = choose(config, transport, [u.spec for u in self._units], self._mesh, self._device)
             self._check_agreement(config)
-            self._heap = self._make_heap(config)
+            parts = assemble(
+                config,
+                self.choices,
+                self._mesh,
+                [u.spec for u in self._units],
+                self._device,
+                read_shard_of=lambda g, i: self._units[g].slots[i].sharded().to_local().detach(),
+                reshard=self._reshard_for_optimizer,
+                deliver=self._deliver,
+            )
         except BaseException:
             restore_collectives(self._modules)  # find_units leaves recorders behind
             raise
         specs = [u.spec for u in self._units]
-        topology = Topology(
-            self._mesh.rank, self._mesh.world_size, self._mesh.peers, self._mesh.owners, [s.name for s in specs], self._mesh.names
-        )
+        self._heap, self._plane, self._protocol, self.memory = parts.heap, parts.plane, parts.protocol, parts.memory
         self._gradients = GradientStore(self._units)
-        self._plane = ArenaPlane(
-            self._heap,
-            topology,
-            specs,
-            read_shard_of=lambda g, i: self._units[g].slots[i].sharded().to_local().detach(),
-            reshard=self._reshard_for_optimizer,
-            deliver=self._deliver,
-            mode=self.choices.accumulate,
-            slots=RING_SLOTS,
-            verify=config.verify == "checksum",
-        )
-        self._protocol = RankProtocol(topology, self._plane, self.choices.accumulate, RING_SLOTS)
         self._reference = ReferenceCheck(self._mesh, specs, self._device) if config.verify == "reference" else None
         self._progress = ProgressThread(self._heap, self._protocol, self._plane.lanes) if self.choices.accumulate == "owner" else None
-        self._edits = EditCheck(self._mesh.names[self._mesh.rank], topology.groups, self._plane.lanes, self._device)
+        self._edits = EditCheck(self._mesh.names[self._mesh.rank], [s.name for s in specs], self._plane.lanes, self._device)
         self._begun = self._plane.lanes.event()
         self._caller: Any = self._plane.lanes.current()
         sink = Zeros(max(s.grad_numel for s in specs))
@@ -194,7 +188,9 @@ class Engine:
         """
         with self._guard("publish of all groups"):
             self._caller = self._plane.lanes.current()
+            before = self._moved()
             run(self._heap, self._protocol.publish())
+            self._published = {key: value - before[key] for key, value in self._moved().items()}
             self._edits.require_none()
             if self._reference is not None:
                 self._compare_shards()
@@ -233,23 +229,26 @@ class Engine:
         return self._mesh.rank
 
     def totals(self) -> dict[str, Any]:
-        """Since attach: ``waited_s`` (seconds by operation), ``bytes_gathered`` from other ranks, ``bytes_reduced`` (pulled or pushed)."""
-        return {
-            "waited_s": dict(self._heap.waited_s),
-            "bytes_gathered": self._plane.bytes_gathered,
-            "bytes_reduced": self._plane.bytes_reduced,
-        }
+        """Since attach: ``waited_s`` (seconds by operation); bytes this rank moved, ``bytes_gathered`` of parameters and ``bytes_reduced``
+        of gradients; how many of both it put into other nodes, ``bytes_across_nodes``, and with how many signals, ``signals_across_nodes``.
+        """
+        return {"waited_s": dict(self._heap.waited_s), **self._moved()}
+
+    def _moved(self) -> dict[str, int]:
+        plane = self._plane
+        moved = {"bytes_gathered": plane.bytes_gathered, "bytes_reduced": plane.bytes_reduced}
+        return moved | {"bytes_across_nodes": plane.bytes_across, "signals_across_nodes": self._heap.signals}
 
     def stats(self) -> dict[str, Any]:
-        """Since the last ``begin_minibatch``: the same as :meth:`totals`, with ``epoch`` and this rank's ``microbatches``."""
+        """Since the last ``begin_minibatch``, and what the publish before it moved: the same as :meth:`totals`, with ``epoch`` and this
+        rank's ``microbatches``."""
         now, before = self.totals(), self._stats
         waited = {k: v - before["waited_s"].get(k, 0.0) for k, v in now["waited_s"].items()}
         return {
             "epoch": self._protocol.epoch,
             "microbatches": self._tracker.microbatches,
             "waited_s": waited,
-            "bytes_gathered": now["bytes_gathered"] - before["bytes_gathered"],
-            "bytes_reduced": now["bytes_reduced"] - before["bytes_reduced"],
+            **{key: now[key] - before[key] + published for key, published in self._published.items()},
         }
 
     def time_settle(self) -> list[tuple[Any, int]]:
@@ -329,18 +328,6 @@ class Engine:
         with self._plane.lanes.on(self._caller, after_current=False):
             self._reshard()
 
-    def _make_heap(self, config: OdcConfig) -> SymmetricHeap:
-        specs, mesh, mode = [u.spec for u in self._units], self._mesh, self.choices.accumulate
-        self.memory = memory_bytes(specs, mode, RING_SLOTS, self._device, verify=config.verify == "checksum")
-        words = word_counts(len(specs), mode, mesh.world_size, mesh.shards, RING_SLOTS)
-        plan = plan_arena(specs, mode, RING_SLOTS, self._device)
-        make_memory = self._make_memory if self.choices.transport == "symm_mem" else None
-        return SymmetricHeap(mesh.rank, mesh.names, plan, words, mesh.exchange, config.timeout_s, make_memory)
-
-    def _make_memory(self, nbytes: int, words_address: int, words_nbytes: int) -> DeviceMemory:
-        group, places = self._mesh.heap_group()
-        return DeviceMemory(nbytes, self._mesh.rank, group, places, self._device, words_address, words_nbytes)
-
     def _compare_shards(self) -> None:
         assert self._reference is not None
         for g, unit in enumerate(self._units):
@@ -354,7 +341,7 @@ class Engine:
 
     def _check_agreement(self, config: OdcConfig) -> None:
         """Every rank must share the same layout in the same mode, or it would read and write in the wrong places."""
-        options = (self.choices.transport, self.choices.accumulate, self.choices.parameters, config.verify, config.timeout_s)
+        options = (*(getattr(self.choices, k) for k in ("transport", "accumulate", "parameters", "nodes")), config.verify, config.timeout_s)
         digests = self._mesh.exchange(layout_digest([u.spec for u in self._units], options))
         differing = [self._mesh.names[r] for r, d in enumerate(digests) if d != digests[0]]
         if differing:

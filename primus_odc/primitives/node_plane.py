@@ -6,13 +6,12 @@ for other nodes' partial sums. Of another node's memory only its rank, a region 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from primus_odc.primitives.checksum import check, checksum
-from primus_odc.primitives.plane import ArenaPlane
+from primus_odc.primitives.plane import ArenaPlane, Fill
 from primus_odc.primitives.protocol import Topology
 from primus_odc.primitives.spec import CHECKSUM_BYTES, GroupSpec
 from primus_odc.primitives.sums import make_sum
@@ -21,13 +20,25 @@ from primus_odc.symmetric.heap import SymmetricHeap
 
 
 class TwoLevelPlane(ArenaPlane):
-    """Implements :class:`primus_odc.primitives.two_level.NodePlane`; arguments as :class:`ArenaPlane`, ``local`` mode."""
+    """Implements :class:`primus_odc.primitives.two_level.NodePlane` in ``local`` mode; arguments as those of :class:`ArenaPlane`."""
 
-    def __init__(self, heap: SymmetricHeap, topology: Topology, groups: Sequence[GroupSpec], **options: Any) -> None:
+    def __init__(
+        self,
+        heap: SymmetricHeap,
+        topology: Topology,
+        groups: Sequence[GroupSpec],
+        *,
+        read_shard_of: Callable[[int, int], torch.Tensor],
+        reshard: Callable[[], None],
+        deliver: Callable[[int, Fill], None],
+        verify: bool,
+    ) -> None:
         assert topology.nodes is not None
         self._nodes = topology.nodes
         self._node = self._nodes.node_of[topology.rank]
-        super().__init__(heap, topology, groups, **options)
+        super().__init__(
+            heap, topology, groups, read_shard_of=read_shard_of, reshard=reshard, deliver=deliver, mode="local", slots=0, verify=verify
+        )
         for owner, (home, slot) in self._nodes.landings(self._node).items():
             copies = [heap.view(home, heap.plan.regions[f"land.{slot}.{g}"])[: s.shard_nbytes] for g, s in enumerate(groups)]
             self._shards[owner] = copies

@@ -80,19 +80,20 @@ class PlaneRank:
         self.topology = Topology(rank, world_size, self.peers, owners, [g.name for g in self.groups], names, nodes)
         if nodes:
             forbid_reading_other_nodes(self.heap, self.topology.near)
-        plane: Any = TwoLevelPlane if nodes else ArenaPlane
-        self.plane = plane(
-            self.heap,
-            self.topology,
-            self.groups,
-            read_shard_of=lambda group, param: self.parameters[group][param],
-            reshard=lambda: None,
-            deliver=self._deliver,
-            mode=mode,
-            slots=slots,
-            verify=verify,
-        )
-        self.protocol = TwoLevelProtocol(self.topology, self.plane) if nodes else RankProtocol(self.topology, self.plane, mode, slots)
+        plane: dict[str, Any] = {
+            "read_shard_of": lambda group, param: self.parameters[group][param],
+            "reshard": lambda: None,
+            "deliver": self._deliver,
+            "verify": verify,
+        }
+        self.plane: ArenaPlane
+        self.protocol: RankProtocol
+        if nodes:
+            far = TwoLevelPlane(self.heap, self.topology, self.groups, **plane)
+            self.plane, self.protocol = far, TwoLevelProtocol(self.topology, far)
+        else:
+            self.plane = ArenaPlane(self.heap, self.topology, self.groups, mode=mode, slots=slots, **plane)
+            self.protocol = RankProtocol(self.topology, self.plane, mode, slots)
         self.progress: ProgressThread | None = None
 
     def set_parameters(self, full: Sequence[Sequence[torch.Tensor]]) -> None:

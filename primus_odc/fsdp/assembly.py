@@ -1,0 +1,73 @@
+"""What an engine shares with the other ranks: the heap, and the data plane and protocol of one node or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from primus_odc.config import OdcConfig
+from primus_odc.fsdp.choices import RING_SLOTS, Choices, nodes_of
+from primus_odc.fsdp.mesh import Mesh
+from primus_odc.primitives.node_plane import TwoLevelPlane
+from primus_odc.primitives.nodes import Across
+from primus_odc.primitives.plane import ArenaPlane, Fill
+from primus_odc.primitives.protocol import RankProtocol, Topology
+from primus_odc.primitives.spec import GroupSpec, memory_bytes, plan_arena, word_counts
+from primus_odc.primitives.two_level import TwoLevelProtocol
+from primus_odc.symmetric.heap import SymmetricHeap
+from primus_odc.symmetric.symm_mem import DeviceMemory
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """``memory``: bytes the engine adds to this rank, by purpose (:func:`primus_odc.primitives.spec.memory_bytes`)."""
+
+    heap: SymmetricHeap
+    plane: ArenaPlane
+    protocol: RankProtocol
+    memory: dict[str, int]
+
+
+def assemble(
+    config: OdcConfig,
+    choices: Choices,
+    mesh: Mesh,
+    groups: Sequence[GroupSpec],
+    device: torch.device,
+    *,
+    read_shard_of: Callable[[int, int], torch.Tensor],
+    reshard: Callable[[], None],
+    deliver: Callable[[int, Fill], None],
+) -> Assembly:
+    """Make them (collective over the mesh); the last three arguments are those of :class:`ArenaPlane`."""
+    mode, verify, nodes = choices.accumulate, config.verify == "checksum", nodes_of(config, mesh)
+    across = nodes.across if nodes is not None else Across()
+    plan = plan_arena(groups, mode, RING_SLOTS, device, across)
+    words = word_counts(len(groups), mode, mesh.world_size, mesh.shards, RING_SLOTS, across)
+
+    def make_memory(nbytes: int, words_address: int, words_nbytes: int) -> DeviceMemory:
+        group, places = mesh.heap_group()
+        return DeviceMemory(nbytes, mesh.rank, group, places, device, words_address, words_nbytes)
+
+    heap = SymmetricHeap(
+        mesh.rank, mesh.names, plan, words, mesh.exchange, config.timeout_s, make_memory if choices.transport == "symm_mem" else None
+    )
+    topology = Topology(mesh.rank, mesh.world_size, mesh.peers, mesh.owners, [g.name for g in groups], mesh.names, nodes)
+    memory = memory_bytes(groups, mode, RING_SLOTS, device, across, verify=verify)
+    if nodes is None:
+        plane = ArenaPlane(
+            heap,
+            topology,
+            groups,
+            read_shard_of=read_shard_of,
+            reshard=reshard,
+            deliver=deliver,
+            mode=mode,
+            slots=RING_SLOTS,
+            verify=verify,
+        )
+        return Assembly(heap, plane, RankProtocol(topology, plane, mode, RING_SLOTS), memory)
+    far = TwoLevelPlane(heap, topology, groups, read_shard_of=read_shard_of, reshard=reshard, deliver=deliver, verify=verify)
+    return Assembly(heap, far, TwoLevelProtocol(topology, far), memory)
