@@ -20,7 +20,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     model = shard(tiny_model())
-    engine = primus_odc.attach(model, accumulate=mode, timeout_s=timeout_s)
+    options = {"ranks_per_node": 2} if mode == "nodes" else {"accumulate": mode}
+    engine = primus_odc.attach(model, **options, timeout_s=timeout_s)
     for step in range(10_000):
         engine.begin_minibatch()
         for i in range(1 + (step + rank) % 2):

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from primus_odc.primitives.node_plane import TwoLevelPlane
 from primus_odc.primitives.plane import ArenaPlane
 from tests.fsdp.models import check_gradients, tiny_model
 from tests.workers import run_workers
@@ -19,29 +20,30 @@ from tests.workers import run_workers
 OPERATIONS = {
     "local": ("publish_shard", "read_shard", "accumulate", "complete", "pull", "deliver"),
     "owner": ("publish_shard", "read_shard", "push", "add_arrival", "complete", "pull", "deliver"),
+    "nodes": ("land_shard", "read_shard", "complete", "add_in_node", "complete_partial", "send_partial", "pull", "deliver"),
 }
-SLOW = 1
+"""``nodes``: ranks 0 and 1 in one, rank 2 in another."""
+SLOW = {"local": 1, "owner": 1, "nodes": 2}
 COUNTS = [[2, 1, 0], [1, 0, 1], [0, 2, 2]]
 
 
 def _with_slow_rank(rank: int, world_size: int) -> dict[str, float]:
     errors = {}
     for mode, operations in OPERATIONS.items():
+        options, plane = ({"ranks_per_node": 2}, TwoLevelPlane) if mode == "nodes" else ({"accumulate": mode}, ArenaPlane)
         for operation in operations:
-            original = getattr(ArenaPlane, operation)
+            original = getattr(plane, operation)
             calls: list[Any] = []
 
             def slowly(self: ArenaPlane, *args: Any, _original: Any = original, _calls: list[Any] = calls) -> None:
-                _calls.append(args)
-                if rank == SLOW:
-                    time.sleep(0.004)
+                time.sleep(0.004)
                 _original(self, *args)
-                if rank == SLOW:
-                    time.sleep(0.001)
+                time.sleep(0.001)
+                _calls.append(args)
 
-            with mock.patch.object(ArenaPlane, operation, slowly):
-                errors[f"slow in {operation}, {mode}"] = check_gradients(tiny_model, COUNTS, {"accumulate": mode})
-            assert len(calls) >= len(COUNTS), f"{operation} is nothing that {mode} does"
+            with mock.patch.object(plane, operation, slowly if rank == SLOW[mode] else original):
+                errors[f"slow in {operation}, {mode}"] = check_gradients(tiny_model, COUNTS, options)
+            assert rank != SLOW[mode] or len(calls) >= len(COUNTS), f"{operation} is nothing that {mode} does"
     return errors
 
 

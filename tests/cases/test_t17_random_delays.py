@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -40,11 +41,11 @@ def _delayed(generator: random.Random) -> object:
     return run
 
 
-def _seeds(rank: int, world_size: int) -> list[int]:
+def _seeds(rank: int, world_size: int, seeds: int, options: dict[str, Any]) -> list[int]:
     torch.manual_seed(0)
     model = shard(Tiny(width=5, depth=1))
     start = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
-    engine = primus_odc.attach(model, deterministic=True, parameters="reshard")
+    engine = primus_odc.attach(model, deterministic=True, parameters="reshard", **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train() -> list[torch.Tensor]:
@@ -66,7 +67,7 @@ def _seeds(rank: int, world_size: int) -> list[int]:
     expected = train()
     assert not all(torch.equal(e, s) for e, s in zip(expected, start, strict=True))
     wrong = []
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         with mock.patch.object(engine_module, "run", _delayed(random.Random(1000 * seed + rank))):
             if not all(torch.equal(a, b) for a, b in zip(train(), expected, strict=True)):
                 wrong.append(seed)
@@ -76,4 +77,9 @@ def _seeds(rank: int, world_size: int) -> list[int]:
 
 @pytest.mark.timeout(200)
 def test_bit_identical_under_random_delays() -> None:
-    assert run_workers(_seeds, 3, timeout_s=190) == [[], [], []]
+    assert run_workers(_seeds, 3, SEEDS, {}, timeout_s=190) == [[], [], []]
+
+
+@pytest.mark.timeout(100)
+def test_bit_identical_under_random_delays_across_nodes() -> None:
+    assert run_workers(_seeds, 3, 100, {"ranks_per_node": 2}, timeout_s=90) == [[], [], []]

@@ -26,9 +26,10 @@ START_S = 40.0
 
 @contextmanager
 def _job(folder: Path, mode: str) -> Iterator[list[Program]]:
-    """Three ranks, each some steps into its training; afterwards they have ended and nothing of them is left."""
-    words = ("3", str(folder / f"store-{mode}"), mode, str(TIMEOUT_S))
-    workers = [Program(main, str(rank), *words, folder=folder, name=f"{mode}{rank}") for rank in range(3)]
+    """Three ranks (``nodes``: two nodes of two), each some steps into its training; afterwards they have ended and nothing is left."""
+    ranks = 4 if mode == "nodes" else 3
+    words = (str(ranks), str(folder / f"store-{mode}"), mode, str(TIMEOUT_S))
+    workers = [Program(main, str(rank), *words, folder=folder, name=f"{mode}{rank}") for rank in range(ranks)]
     sockets: set[str] = set()
     try:
         for w in workers:
@@ -58,16 +59,16 @@ def _leftovers(sockets: set[str]) -> list[str]:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_others_end_and_name_it(tmp_path: Path, how: signal.Signals) -> None:
     with ExitStack() as stack:
-        jobs = [stack.enter_context(_job(tmp_path, mode)) for mode in ("local", "owner")]
+        jobs = [stack.enter_context(_job(tmp_path, mode)) for mode in ("local", "owner", "nodes")]
         start = time.monotonic()
         for workers in jobs:
             workers[1].send(how)
         for workers in jobs:
-            for r in (0, 2):
-                workers[r].wait(4 * TIMEOUT_S)
+            for witness in (workers[0], *workers[2:]):
+                witness.wait(4 * TIMEOUT_S)
                 if how is signal.SIGKILL:
                     assert time.monotonic() - start < TIMEOUT_S  # noticed as a death, not waited for
-                _check_witness(workers[r], how)
+                _check_witness(witness, how)
 
 
 def _check_witness(witness: Program, how: signal.Signals) -> None:

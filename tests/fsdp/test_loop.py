@@ -263,7 +263,7 @@ def memory_is_what_the_formula_says() -> None:
     for options in ({"accumulate": "local"}, {"accumulate": "owner"}):
         model = shard(tiny_model())
         engine = primus_odc.attach(model, **options)
-        arena = sum(engine.memory[k] for k in ("shards", "gradients", "ring"))
+        arena = sum(engine.memory[k] for k in ("shards", "gradients", "ring", "fan_out", "staging"))
         control = 8192  # words, abort text and the start-up pattern, rounded up
         assert arena <= engine._heap.arena_nbytes <= arena + control + 256 * 4
         engine.detach()
