@@ -98,7 +98,7 @@ def test_tests_add_their_extra_to_the_same_environment(checkout: Checkout) -> No
     assert status == 0, output
     install, pytest_call = checkout.calls()
     assert install.endswith("[dev,standalone,tokenizers]")
-    assert pytest_call == "-m pytest --numprocesses 2 --dist loadfile -k some name"
+    assert pytest_call == "-m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -k some name"
     checkout.run("run_odc.sh")
     assert checkout.calls() == [QUICKSTART]
 

@@ -136,6 +136,7 @@ class Engine:
             self.publish()
         with self._guard("begin_minibatch of all groups"):
             self._protocol.begin()
+            self._heap.store("begun", self._protocol.epoch)
             self._reshard()  # an evaluation may have left modules unsharded, and with them out of reach what the user did to .grad
             self._gradients.adopt()
             self._edits.renew()

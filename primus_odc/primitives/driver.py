@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
+from functools import partial
 
 from primus_odc.primitives.lanes import Lanes
 from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Send, Wait
@@ -17,7 +18,8 @@ def run(heap: SymmetricHeap, steps: Iterable[Effect]) -> None:
     """Execute ``steps`` in order; waits block (and may raise, see :meth:`SymmetricHeap.wait`)."""
     for effect in steps:
         if isinstance(effect, Wait):
-            heap.wait(effect.rank, effect.word, effect.index, effect.at_least, effect.operation, effect.home)
+            in_vain = None if effect.in_vain is None else partial(effect.in_vain, heap.words.read)
+            heap.wait(effect.rank, effect.word, effect.index, effect.at_least, effect.operation, effect.home, in_vain)
         elif isinstance(effect, Do):
             effect.action()
         elif isinstance(effect, Send):

@@ -12,6 +12,7 @@ word                 writer  meaning
 ===================  ======  ==========================================================================================
 ``published``        rank    shards of epoch k are complete in this rank's arena
 ``done``             rank    this rank has finished epoch k: it will gather nothing and pull nothing of k any more
+``begun``            rank    this rank has begun the minibatch of epoch k; covers no data, only tells calls that do not fit together
 ``ready[g]``         source  ``2k + 1``: gradients of group g of epoch k are complete; ``2k``: this rank has none
 ``final``            source  (owner mode) everything this rank pushes in epoch k has been pushed
 ``summed``           owner   (owner mode) this rank's accumulators of epoch k are complete; replicas of its shards may read them
@@ -47,12 +48,15 @@ from typing import Any, Protocol
 from primus_odc.errors import ProtocolError
 from primus_odc.primitives.nodes import Nodes
 
+ReadWord = Callable[[int, str, int], int]
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     """``word[index]``, which ``rank`` writes, must reach ``at_least``; ``operation`` says why, for messages and for counting waited time.
 
-    The word lies in the memory of ``home``; None: in that of its writer, where a rank of another node cannot read it.
+    The word lies in the memory of ``home``; None: in that of its writer, where a rank of another node cannot read it. ``in_vain`` says
+    why the wait can never end, or nothing, from words as they are now.
     """
 
     rank: int
@@ -61,6 +65,7 @@ class Wait:
     at_least: int
     operation: str
     home: int | None = None
+    in_vain: Callable[[ReadWord], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +194,13 @@ class RankProtocol:
         on, and the other ranks make the same call.
         """
         self._require("publish", State.SETTLED, State.PUBLISHED)
+        in_vain = None
         if self.state is State.PUBLISHED:
+            in_vain = self._unless_begun("publish()", range(self.t.ranks))
             yield from self._finish()
         k = self.epoch + 1
         self.state = State.SETTLED  # until the copy is complete a gather must not run
-        yield from self._until_all("done", k - 1, f"publish of all groups (epoch {k})")
+        yield from self._until_all("done", k - 1, f"publish of all groups (epoch {k})", in_vain)
         yield Do(self.plane.reshard)
         for g in range(len(self.t.groups)):
             yield Do(lambda g=g: self.plane.publish_shard(g, k))  # type: ignore[misc]
@@ -252,7 +259,7 @@ class RankProtocol:
                 yield Do(lambda: self.plane.complete(group, self.epoch))
             yield Store("ready", group, 2 * self.epoch + self.has_data[group])
 
-    def settle(self, read_word: Callable[[int, str, int], int]) -> Steps:
+    def settle(self, read_word: ReadWord) -> Steps:
         """Sum what every source of the mesh has for this rank's shards, make it ``.grad``, and finish the epoch."""
         self._require("settle", State.ACTIVE)
         k = self.epoch
@@ -291,7 +298,7 @@ class RankProtocol:
         yield from self._finish()
         self.state = State.SETTLED
 
-    def serve(self, read_word: Callable[[int, str, int], int], source: int) -> Steps:
+    def serve(self, read_word: ReadWord, source: int) -> Steps:
         """(owner mode) Add what ``source`` has pushed and free its slots; run by the owner's progress thread.
 
         Arrivals belong to the first epoch this rank has not finished (invariant 3). ``head`` is read before ``done``, so a piece of
@@ -311,19 +318,21 @@ class RankProtocol:
         """
         self._exchanges += 1
         n = self._exchanges
+        in_vain = self._unless_begun("a gradient norm", self.t.peers)
         yield Do(lambda: put(n % 2))
         yield Store("normed", 0, n)
         for r in self.t.peers:
             if r != self.t.rank:
-                yield Wait(r, "normed", 0, n, operation)
+                yield Wait(r, "normed", 0, n, operation, in_vain=in_vain)
 
     def close(self) -> Steps:
         """Finish the current epoch, say ``closed`` and wait until every rank has said so."""
         self._require("detach", State.PUBLISHED, State.SETTLED)
+        in_vain = self._unless_begun("detach()", range(self.t.ranks))
         if self.state is State.PUBLISHED:
             yield from self._finish()
         yield Store("closed", 0, 1)
-        yield from self._until_all("closed", 1, "detach")
+        yield from self._until_all("closed", 1, "detach", in_vain)
         self.state = State.CLOSED
 
     def scalar_of(self, peer: int, parity: int) -> tuple[int, str, int]:
@@ -335,11 +344,26 @@ class RankProtocol:
         yield Do(self.plane.finish_transfers)
         yield Store("done", 0, self.epoch)
 
-    def _until_all(self, word: str, at_least: int, operation: str) -> Steps:
+    def _until_all(self, word: str, at_least: int, operation: str, in_vain: Callable[[ReadWord], str] | None = None) -> Steps:
         """Wait until ``word``, which this rank has stored already, has reached ``at_least`` on every rank."""
         for r in self._rotated(range(self.t.ranks)):
             if r != self.t.rank:
-                yield Wait(r, word, 0, at_least, operation)
+                yield Wait(r, word, 0, at_least, operation, in_vain=in_vain)
+
+    def _unless_begun(self, call: str, ranks: Sequence[int]) -> Callable[[ReadWord], str]:
+        """For waits of a call that all of ``ranks`` make outside their minibatches: who is in the next one will not make it any more, and
+        cannot end it without this rank.
+
+        Ranks of other nodes are left to those of their own: their words cannot be read here.
+        """
+        following = self.epoch + (self.state is State.SETTLED)
+
+        def in_vain(read_word: ReadWord) -> str:
+            begun = [self.t.names[r] for r in ranks if r in self.t.near and read_word(r, "begun", 0) == following]
+            reason = f"began minibatch {following} without {call}, which every rank has to call at the same place between two minibatches"
+            return f"{', '.join(begun)} {reason}" if begun else ""
+
+        return in_vain
 
     def _rotated(self, ranks: Sequence[int]) -> list[int]:
         """``ranks`` starting behind this one, so that not everybody reads from the same peer first."""

@@ -156,7 +156,16 @@ def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int, device: torch
 def word_counts(groups: int, mode: str, ranks: int, shards: int, slots: int, across: Across = _ONE_NODE) -> dict[str, int]:
     """Control words of the protocols (:mod:`primus_odc.primitives.protocol`, :mod:`primus_odc.primitives.two_level`) and the payload words
     beside them."""
-    words = {"published": 1, "done": 1, "ready": groups, "normed": 1, "scalar": 2, "shard_sum": groups, "grad_sum": groups * shards}
+    words = {
+        "published": 1,
+        "done": 1,
+        "begun": 1,
+        "ready": groups,
+        "normed": 1,
+        "scalar": 2,
+        "shard_sum": groups,
+        "grad_sum": groups * shards,
+    }
     if mode == "owner":
         words |= {"final": 1, "summed": 1, "head": ranks, "tail": ranks, "piece": shards * slots * PIECE_WORDS}
     if across.stagings:

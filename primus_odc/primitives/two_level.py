@@ -52,9 +52,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from primus_odc.primitives.nodes import Nodes
-from primus_odc.primitives.protocol import DataPlane, Do, Effect, RankProtocol, Send, State, Steps, Store, Topology, Wait
-
-ReadWord = Callable[[int, str, int], int]
+from primus_odc.primitives.protocol import DataPlane, Do, Effect, RankProtocol, ReadWord, Send, State, Steps, Store, Topology, Wait
 
 
 class NodePlane(DataPlane, Protocol):
@@ -134,6 +132,7 @@ class TwoLevelProtocol(RankProtocol):
     def exchange(self, put: Callable[[int], None], operation: str) -> Iterator[Effect]:
         self._exchanges += 1
         n = self._exchanges
+        in_vain = self._unless_begun("a gradient norm", self.t.peers)
         yield Do(lambda: put(n % 2))
         yield Store("normed", 0, n)
         for home, slot in self._homes:
@@ -141,9 +140,9 @@ class TwoLevelProtocol(RankProtocol):
         for r in self.t.peers:
             if self.n.node_of[r] != self.node:
                 home, slot = self.n.landings(self.node)[r]
-                yield Wait(r, "far_normed", slot, n, operation, home)
+                yield Wait(r, "far_normed", slot, n, operation, home, in_vain)
             elif r != self.t.rank:
-                yield Wait(r, "normed", 0, n, operation)
+                yield Wait(r, "normed", 0, n, operation, in_vain=in_vain)
 
     def scalar_of(self, peer: int, parity: int) -> tuple[int, str, int]:
         if self.n.node_of[peer] == self.node:
@@ -198,14 +197,14 @@ class TwoLevelProtocol(RankProtocol):
             yield Wait(owner, "landed", self._word(slot, last), self.epoch, f"settle of all groups (epoch {self.epoch})", self.t.rank)
         yield from super()._finish()
 
-    def _until_all(self, word: str, at_least: int, operation: str) -> Steps:
+    def _until_all(self, word: str, at_least: int, operation: str, in_vain: Callable[[ReadWord], str] | None = None) -> Steps:
         for r in self._rotated(self.t.near):
             if r != self.t.rank:
-                yield Wait(r, word, 0, at_least, operation)
+                yield Wait(r, word, 0, at_least, operation, in_vain=in_vain)
         for r in self._told:
             yield Send(r, f"node_{word}", self.node, at_least)
         for node in self._others:
-            yield Wait(self.n.contact(node, self.t.rank), f"node_{word}", node, at_least, operation, self.t.rank)
+            yield Wait(self.n.contact(node, self.t.rank), f"node_{word}", node, at_least, operation, self.t.rank, in_vain)
 
     def _word(self, row: int, group: int) -> int:
         return row * len(self.t.groups) + group

@@ -175,12 +175,25 @@ class SymmetricHeap:
         self.words.signal(rank, word, value, index)
         self.signals += 1
 
-    def wait(self, rank: int, word: str, index: int, at_least: int, operation: str, home: int | None = None) -> None:
+    def wait(
+        self,
+        rank: int,
+        word: str,
+        index: int,
+        at_least: int,
+        operation: str,
+        home: int | None = None,
+        in_vain: Callable[[], str] | None = None,
+    ) -> None:
         """Block until ``word[index]``, written by ``rank``, reaches ``at_least``; it lies in the memory of ``home`` (None: of ``rank``).
+
+        Args:
+            in_vain: says why that can never happen, or nothing.
 
         Raises:
             PeerError: some rank died, left or aborted first; the message names it and ``operation``.
             PeerTimeoutError: ``rank`` did not get there in time.
+            ProtocolError: what ``in_vain`` says.
         """
         self.check(operation)
         home = rank if home is None else home
@@ -199,6 +212,9 @@ class SymmetricHeap:
                 if rank in self._watcher.left and self.words.read(home, word, index) < at_least:
                     me, writer = self.names[self.rank], self.names[rank]
                     raise PeerError(f"{me}: {goal}: {writer} left (detached or closed its heap) and will never get there")
+                # Read once more: the word may have got there just before what makes the wait look vain.
+                if in_vain is not None and (reason := in_vain()) and self.words.read(home, word, index) < at_least:
+                    raise ProtocolError(f"{self.names[self.rank]}: {operation}: {reason}")
                 now = time.monotonic()
                 beat = self.words.read(rank, "heartbeat")
                 if beat != last_beat:

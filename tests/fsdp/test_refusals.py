@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import time
 from collections.abc import Callable
 
 import pytest
@@ -192,6 +195,40 @@ def an_error_on_one_rank_ends_the_others_with_its_reason() -> None:
         _refused(engine.publish, PeerError, "this rank failed before")
 
 
+def _publish_twice(engine: Engine) -> None:
+    engine.publish()  # that of begin_minibatch()
+    engine.publish()
+
+
+def calls_of_one_rank_alone() -> None:
+    """Told at once on both ranks, long before odc.timeout_s, whichever of them came first."""
+    calls: dict[str, Callable[[Engine], object]] = {
+        "publish()": _publish_twice,
+        "detach()": lambda e: e.detach(),
+        "a gradient norm": lambda e: e.grad_norm(),
+    }
+    for first, (name, call) in itertools.product((0, 1), calls.items()):
+        model, engine = _attached(timeout_s=60)
+        engine.begin_minibatch(0)
+        engine.settle()
+
+        def minibatch(model: Tiny = model, engine: Engine = engine) -> None:
+            engine.begin_minibatch(1)
+            _backward(model)
+            engine.settle()
+
+        start = time.monotonic()
+        if dist.get_rank() != first:
+            time.sleep(0.1)
+        said = f"rank 1 began minibatch 2 without {name}"
+        if dist.get_rank() == 0:
+            _refused(functools.partial(call, engine), ProtocolError, said)
+        else:
+            _refused(minibatch, PeerError, "rank 0 aborted", said)
+        assert time.monotonic() - start < 30
+        dist.barrier()
+
+
 def offloaded_parameters() -> None:
     model = shard(tiny_model(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     engine = primus_odc.attach(model)  # on the CPU, offloading moves nothing
@@ -212,6 +249,7 @@ ON_TWO: dict[str, Callable[[], None]] = {
     "an_edit_on_a_rank_without_microbatches": an_edit_on_a_rank_without_microbatches,
     "unfreeze_after_attach": _unfreeze_after_attach,
     "an_error_on_one_rank_ends_the_others_with_its_reason": an_error_on_one_rank_ends_the_others_with_its_reason,
+    "calls_of_one_rank_alone": calls_of_one_rank_alone,
     "offloaded_parameters": offloaded_parameters,
 }
 ON_ONE: dict[str, Callable[[], None]] = {

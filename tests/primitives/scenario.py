@@ -6,6 +6,10 @@ import random
 from dataclasses import dataclass
 
 
+class Violation(Exception):
+    """The protocol let a rank see or lose something it must not."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What the ranks do. Everything per epoch is chosen from ``seed`` before the ranks start; the schedule has its own seed.

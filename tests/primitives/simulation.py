@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Send, Store, Topology, Wait
-from tests.primitives.scenario import Scenario, Step, make_steps
+from tests.primitives.rank_main import rank_main
+from tests.primitives.scenario import Scenario, Step, Violation, make_steps
 
 TORN = "torn"
 MAX_DEPTH = 3
@@ -29,10 +30,6 @@ Token = tuple[int, int, int, int, int]
 Finish = Callable[[], None]
 Pending = Callable[[], list[int]]
 """What an idle progress thread waits for: sources with pieces to add."""
-
-
-class Violation(Exception):
-    """The protocol let a rank see or lose something it must not."""
 
 
 class SimPlane:
@@ -278,12 +275,24 @@ class World:
             else:
                 agent.wait = effect
         agent.running = False
+        self._check_not_in_vain(agent)
 
     def _store(self, rank: int, store: Store | Send) -> None:
         key = (rank, store.word, store.index)
         if store.value < self.words[key]:
             raise Violation(f"word {key} falls from {self.words[key]} to {store.value}")
         self.words[key] = store.value
+        if store.word == "begun":
+            for agent in self.agents:
+                self._check_not_in_vain(agent)
+
+    def _check_not_in_vain(self, agent: Agent) -> None:
+        """Ranks that make the same calls in the same order are never told that they do not."""
+        wait = agent.wait
+        if not isinstance(wait, Wait) or wait.in_vain is None or agent.running or self.runnable(agent):
+            return
+        if reason := wait.in_vain(lambda *word: self.words[word]):
+            raise Violation(f"{agent.name} waits for {wait}: {reason}")
 
     def _stream(self, agent: Agent) -> Iterator[Effect | Pending]:
         """Makes what ``agent`` stored visible, some time."""
@@ -306,73 +315,6 @@ class World:
             found = pending()
             idle -= self.words[(found[0], "head", me)] == self.words[(me, "tail", found[0])]
             yield from protocol.serve(self.read, self.schedule.choice(found))
-
-
-def rank_main(world: World, protocol: RankProtocol, plane: SimPlane, steps: Iterable[Step]) -> Generator[Effect, None, None]:
-    """What an engine does on one rank, in terms of the protocol."""
-    scenario, rank = world.scenario, plane.rank
-    for number, step in enumerate(steps, 1):
-        yield from protocol.publish()
-        assert protocol.epoch == number
-        for n in range(step.evaluations[rank]):
-            yield from unshard(protocol, plane, (rank + n) % scenario.groups, step.resident)
-        if step.used is None:
-            continue
-        protocol.begin()
-        mine = step.used[rank]
-        for microbatch, groups in enumerate(mine):
-            for group in groups:
-                yield from unshard(protocol, plane, group, step.resident)
-            for group in reversed(range(scenario.groups)):
-                if group in groups:
-                    yield from unshard(protocol, plane, group, step.resident)
-                    yield from reduce(world, protocol, rank, group, microbatch)
-                if step.early[rank] and microbatch == len(mine) - 1:
-                    yield from protocol.declare(group)
-        yield from protocol.settle(world.reader(rank))
-        for _ in range(step.exchanges):
-            yield from exchange(world, protocol, rank)
-    yield from protocol.close()
-
-
-def unshard(protocol: RankProtocol, plane: SimPlane, group: int, resident: bool) -> Generator[Effect, None, None]:
-    """Use a group's parameters: gather them unless they are still there from this epoch."""
-    if resident and group in plane.unsharded:
-        if plane.unsharded[group] != protocol.epoch:
-            raise Violation(f"rank {plane.rank}: computes with group {group} of epoch {plane.unsharded[group]} in epoch {protocol.epoch}")
-        return
-    received: list[int] = []
-    yield from protocol.gather(group, received.append)
-    if sorted([*received, plane.rank]) != sorted(protocol.t.peers):
-        raise Violation(f"rank {plane.rank}: gather of group {group} brought the shards of {received}")
-    plane.unsharded[group] = protocol.epoch
-
-
-def reduce(world: World, protocol: RankProtocol, rank: int, group: int, microbatch: int) -> Generator[Effect, None, None]:
-    """Gradients of one group from one backward, for every shard; in owner mode to the shard's owner in the own replica."""
-    scenario = world.scenario
-    tokens = [(rank, protocol.epoch, group, microbatch, shard) for shard in range(scenario.shards)]
-    if protocol.mode == "local":
-        yield from protocol.reduce_local(group, tokens)
-    else:
-        yield from protocol.reduce_owner(group, list(zip(protocol.t.peers, tokens, strict=True)))
-
-
-def exchange(world: World, protocol: RankProtocol, rank: int) -> Generator[Effect, None, None]:
-    """All ranks of the shard group must read the number that each put in for this very exchange."""
-    places: list[int] = []
-    number = protocol._exchanges + 1
-
-    def put(parity: int) -> None:
-        places.append(world.parities(parity))
-        world.scalars[(rank, "scalar", places[0])] = number
-
-    yield from protocol.exchange(put, "norm")
-    for peer in protocol.t.peers:
-        yield Do(lambda: None)  # others may run between two reads
-        found = world.scalars.get(protocol.scalar_of(peer, places[0]))
-        if found != number:
-            raise Violation(f"rank {rank}: exchange {number} reads {found} from rank {peer}")
 
 
 def check_delivered(world: World, steps: list[Step]) -> None:

@@ -67,10 +67,10 @@ def test_effects_run_in_order() -> None:
     assert heap.log == [
         ("store", "a", 7, 2),
         "moved",
-        ("wait", 1, "b", 0, 3, "gather", None),
+        ("wait", 1, "b", 0, 3, "gather", None, None),
         "put",
         ("signal", 3, "c", 9, 4),
-        ("wait", 3, "d", 1, 9, "settle", 0),
+        ("wait", 3, "d", 1, 9, "settle", 0, None),
         ("signal", 3, "c", 9, 5),
     ]
 

@@ -292,6 +292,32 @@ def test_calls_in_the_wrong_order_are_refused(
         call(protocol)
 
 
+def reached(begun: int) -> Callable[[int, str, int], int]:
+    return lambda rank, word, index: begun if (rank, word) == (1, "begun") else 0
+
+
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (RankProtocol.publish, "publish()"),
+        (RankProtocol.close, "detach()"),
+        (lambda p: p.exchange(lambda parity: None, "norm"), "a gradient norm"),
+    ],
+)
+def test_a_call_that_others_will_not_make_any_more_is_told(call: Callable[[RankProtocol], Any], says: str, published: bool) -> None:
+    protocol = RankProtocol(Topology(0, 2, [0, 1], [0], ["g"], ["rank 5", "rank 7"]), NoPlane(), "local")
+    settled(protocol)
+    if published:
+        run(protocol.publish())
+    (wait,) = [effect for effect in call(protocol) if isinstance(effect, Wait)]
+    if says == "publish()" and not published:
+        assert wait.in_vain is None  # the others may well be in the minibatch before
+        return
+    assert wait.in_vain is not None and wait.in_vain(reached(1)) == ""
+    assert f"rank 7 began minibatch 2 without {says}" in wait.in_vain(reached(2))
+
+
 def test_ready_says_whether_there_is_data_and_is_said_once() -> None:
     protocol = alone()
     run(protocol.publish())

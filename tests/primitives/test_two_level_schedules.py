@@ -94,8 +94,8 @@ class PublishesBeforeOtherNodes(TwoLevelProtocol):
 class TellsForItself(TwoLevelProtocol):
     """Says that its node is done when it is done itself."""
 
-    def _until_all(self, word: str, at_least: int, operation: str) -> Steps:
-        effects = list(super()._until_all(word, at_least, operation))
+    def _until_all(self, word: str, at_least: int, operation: str, in_vain: Any = None) -> Steps:
+        effects = list(super()._until_all(word, at_least, operation, in_vain))
         yield from (e for e in effects if isinstance(e, Send))
         yield from (e for e in effects if not isinstance(e, Send))
 
