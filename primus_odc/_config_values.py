@@ -18,8 +18,9 @@ _REPLACED_VALUES: dict[str, dict[str, str]] = {"transport": {"rocshmem": "mori"}
 
 # Keys whose number may be 0.
 FROM_ZERO = ("microbatch_cost",)
-# A week: waits of sockets are limited to 2**31 ms, 24 days.
-AT_MOST = {"timeout_s": 604800.0}
+# From ten heartbeats, below which a rank whose host is busy looks like one that is stopped, to a week: waits of sockets are limited to
+# 2**31 ms, 24 days.
+RANGES = {"timeout_s": (1.0, 604800.0)}
 
 
 class BadValueError(ValueError):
@@ -78,8 +79,9 @@ def parse_value(key: str, value: Any, hint: Any) -> Any:
     if _accepts(hint, float):
         if key in FROM_ZERO:
             return _at_least_0(value)
-        most = AT_MOST.get(key, math.inf)
-        return _positive(value, "a number above 0" + (f" and at most {most:.0f}" if most < math.inf else ""), most)
+        if key in RANGES:
+            return _within(value, *RANGES[key])
+        return _positive(value, "a number above 0")
     if _accepts(hint, bool):
         return _parse_bool(value)
     return _positive_int(value)
@@ -136,9 +138,16 @@ def _at_least_0(value: Any) -> float:
     return float(number)
 
 
-def _positive(value: Any, wanted: str, most: float = math.inf) -> float:
+def _within(value: Any, least: float, most: float) -> float:
     number = _number(value)
-    if number is None or not 0 < number <= most:
+    if number is None or not least <= number <= most:
+        raise BadValueError(f"must be a number from {least:.0f} to {most:.0f}, but {describe(value)} was given")
+    return float(number)
+
+
+def _positive(value: Any, wanted: str) -> float:
+    number = _number(value)
+    if number is None or number <= 0:
         raise BadValueError(f"must be {wanted}, but {describe(value)} was given")
     return float(number)
 

@@ -79,7 +79,9 @@ class OdcConfig:
     Arms: odc_pad, odc_nopad."""
 
     timeout_s: float = 600.0
-    """How long a rank waits for a peer that gives no sign of life before it stops with the peer's name. A dead peer is noticed at once.
+    """How long a rank waits for a peer that gives no sign of life before it stops with the peer's name; for one that is alive, three times
+    as long, so at least a third of what the slowest rank needs for a minibatch. A dead peer is noticed at once. Signs of life come ten
+    times a second: a few seconds are too short where hosts are busy.
     Unit: seconds.
     Arms: odc_pad, odc_nopad."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from primus_odc import config
 from primus_odc._config_keys import IN_TREE_KEYS
-from primus_odc._config_values import AT_MOST, FROM_ZERO
+from primus_odc._config_values import FROM_ZERO, RANGES
 from primus_odc.data.keys import DataConfig
 from primus_odc.megatron.train_config import TrainConfig
 
@@ -93,8 +93,8 @@ def allowed(key: str) -> str:
         return ", ".join(f"`{choice}`" for choice in named.__args__)
     if key in FROM_ZERO:
         return "number of at least 0"
-    if key in AT_MOST:
-        return f"number above 0 and at most {AT_MOST[key]:.0f}"
+    if key in RANGES:
+        return "number from {:.0f} to {:.0f}".format(*RANGES[key])
     return {"bool": "`true`, `false`", "float": "number above 0", "int": "whole number above 0"}[hint]
 
 

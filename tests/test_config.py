@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from primus_odc.config import COMM_BACKENDS, ODC_KEYS, OdcConfig, parse_odc, parse_options
 from primus_odc.errors import ConfigError
+from primus_odc.symmetric.liveness import HEARTBEAT_S
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -75,7 +76,8 @@ def test_one_block_serves_all_arms(backend: str) -> None:
 @pytest.mark.parametrize(
     ("key", "given_value", "expected"),
     [
-        ("timeout_s", "1e-4", 1e-4),
+        ("timeout_s", "1e1", 10.0),
+        ("timeout_s", 1, 1.0),
         ("timeout_s", 5, 5.0),
         ("memory_budget_gib", "2.5", 2.5),
         ("max_tokens_per_microbatch", "4096", 4096),
@@ -100,6 +102,7 @@ def test_values_are_converted(key: str, given_value: Any, expected: Any) -> None
     ("key", "given_value", "said"),
     [
         ("timeout_s", 0, "the number 0"),
+        ("timeout_s", 0.99, "the number 0.99"),
         ("timeout_s", 604801, "the number 604801"),
         ("timeout_s", "soon", "the text 'soon'"),
         ("timeout_s", float("nan"), "the number nan"),
@@ -124,6 +127,12 @@ def test_wrong_types_are_answered_with_what_was_given(key: str, given_value: Any
     problem = refusal({key: given_value})
     assert problem.startswith(f"odc.{key} must be ")
     assert f"but {said} was given" in problem
+
+
+def test_a_time_out_shorter_than_heartbeats_can_tell_is_refused_with_its_range() -> None:
+    with pytest.raises(ConfigError, match=r"timeout_s must be a number from 1 to 604800, but the number 0.5 was given"):
+        parse_options({"timeout_s": 0.5})
+    assert parse_options({"timeout_s": 1}).timeout_s >= 10 * HEARTBEAT_S
 
 
 def test_block_that_is_no_block() -> None:

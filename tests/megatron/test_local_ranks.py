@@ -88,7 +88,9 @@ def test_silence_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_the_process_that_started_them(sent: signal.Signals, tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom primus_odc.megatron.local_ranks import run_ranks\n"
+        # A shell that runs the tests in the background has them ignore SIGINT, and so what they start.
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from primus_odc.megatron.local_ranks import run_ranks\n"
         f"run_ranks({PROGRAM!r}, [sys.argv[1], 'wait', '0'], 2, silence_s=60, progress=print)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
