@@ -167,6 +167,7 @@ class Engine:
             self._tracker.end()
             for reducer in self._reducers:
                 reducer.require_reduced()
+            self._gradients.require_unassigned(*range(len(self._units)))
             for g in self._edits.unchecked(self._protocol.epoch):
                 if self._units[g].spec.shards > 1:
                     self._edits.compare(g, self._plane.current_shard(g), self._plane.own_shard(g), self._protocol.epoch)
@@ -293,6 +294,7 @@ class Engine:
         """Called by FSDP2 through :class:`ScatterAccumulate`: take the gradients of one backward of ``group``."""
         spec = self._units[group].spec
         with self._guard(f"reduction of group {spec.name}"):
+            self._gradients.require_unassigned(group)  # FSDP2 is about to add to what is there
             if self._reference is not None:
                 self._reference.add(group, contribution)
             if self.choices.accumulate == "local":

@@ -39,12 +39,16 @@ class GradientStore:
         self._scratch = torch.empty(max(u.spec.grad_nbytes for u in units), dtype=torch.uint8, device=self._device)
         self._groups = [self.flat[u.spec.grad_dtype][start : start + u.spec.grad_numel] for u, start in zip(units, starts, strict=True)]
         self._grads: list[dict[int, DTensor]] = [self._views(u, flat) for u, flat in zip(units, self._groups, strict=True)]
-        self.handles: list[RemovableHandle] = [
-            u.slots[i].sharded().register_post_accumulate_grad_hook(self._discard(grad))
-            for u, grads in zip(units, self._grads, strict=True)
-            for i, grad in grads.items()
-        ]
-        self._hook_ids = {handle.id for handle in self.handles}
+        self._sharded: list[dict[int, DTensor]] = [{} for _ in units]
+        self.handles: list[RemovableHandle] = []
+        self._hook_ids: set[int] = set()
+        for u, grads in zip(units, self._grads, strict=True):
+            for i, grad in grads.items():
+                self._watch(u.slots[i].sharded(), grad)
+
+    def _watch(self, parameter: DTensor, grad: DTensor) -> None:
+        self.handles.append(parameter.register_post_accumulate_grad_hook(self._discard(grad)))
+        self._hook_ids.add(self.handles[-1].id)
 
     @staticmethod
     def _views(unit: Unit, flat: torch.Tensor) -> dict[int, DTensor]:
@@ -72,14 +76,31 @@ class GradientStore:
         Raises:
             UnsupportedModelError: a hook waits for a parameter's gradient in backward, where on demand there is none yet.
         """
-        for u, grads in zip(self._units, self._grads, strict=True):
+        for u, grads, kept in zip(self._units, self._grads, self._sharded, strict=True):
             for i, grad in grads.items():
-                parameter = u.slots[i].sharded()
+                kept[i] = parameter = u.slots[i].sharded()
                 self._require_no_other_hook(u.spec.params[i].name, parameter)
+                if not getattr(parameter, "_post_accumulate_grad_hooks", None):
+                    self._watch(parameter, grad)  # load_state_dict(assign=True) has put another parameter in its place
                 if parameter.grad is not None and parameter.grad is not grad:
                     assert isinstance(parameter.grad, DTensor)
                     grad.to_local().copy_(parameter.grad.to_local())
                     parameter.grad = grad
+
+    def require_unassigned(self, *groups: int) -> None:
+        """Refuse ``.grad`` that the user assigned to parameters of ``groups`` since :meth:`adopt`: settle would put the minibatch's sum in
+        its place.
+
+        Raises:
+            ProtocolError: naming the parameter.
+        """
+        for g in groups:
+            for i, parameter in self._sharded[g].items():
+                if parameter.grad is not None and parameter.grad is not self._grads[g][i]:
+                    raise ProtocolError(
+                        f"the gradient of {self._units[g].spec.params[i].name} was assigned inside a minibatch, where on demand it is not "
+                        "complete before settle(): assign .grad before begin_minibatch(), and the minibatch adds to it, or after settle()"
+                    )
 
     def deliver(self, group: int, fill: Callable[[torch.Tensor], None]) -> None:
         """Set (or add to) ``.grad`` of every trainable parameter of ``group`` from its finished sum, which ``fill`` writes where it is told
@@ -99,7 +120,6 @@ class GradientStore:
                 if p.grad is self._grads[group][i]:
                     flat[part].add_(total[part])
                 else:
-                    # None, or FSDP2's zeros where load_state_dict(assign=True) replaced the parameter and with it our hook.
                     flat[part].copy_(total[part])
         for i, p in parameters.items():
             p.grad = self._grads[group][i]

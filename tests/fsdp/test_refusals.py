@@ -131,6 +131,37 @@ def _publish_inside(model: Tiny, engine: Engine) -> None:
     engine.publish()
 
 
+def _assign(model: Tiny) -> None:
+    model.blocks[1].down.bias.grad = torch.ones_like(model.blocks[1].down.bias)
+
+
+def _assign_before_backward(model: Tiny, engine: Engine) -> None:
+    engine.begin_minibatch(1)
+    _assign(model)
+    _backward(model)
+
+
+def _assign_between_two(model: Tiny, engine: Engine) -> None:
+    engine.begin_minibatch(2)
+    _backward(model)
+    _assign(model)
+    _backward(model)
+
+
+def _assign_before_settle(model: Tiny, engine: Engine) -> None:
+    engine.begin_minibatch(dist.get_rank())  # on rank 0 no backward would notice
+    if dist.get_rank():
+        _backward(model)
+    _assign(model)
+    engine.settle()
+
+
+def _assign_to_a_new_parameter(model: Tiny, engine: Engine) -> None:
+    model.load_state_dict(shard(tiny_model(1)).state_dict(), assign=True)
+    engine.publish()
+    _assign_between_two(model, engine)
+
+
 def _edit_without_publish(model: Tiny, engine: Engine) -> None:
     with torch.no_grad():
         model.head.weight.mul_(2.0)
@@ -238,6 +269,7 @@ def offloaded_parameters() -> None:
     engine.detach()
 
 
+ASSIGNED = ("blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()")
 ON_TWO: dict[str, Callable[[], None]] = {
     "wrong_options": wrong_options,
     "models_that_cannot_be_served": models_that_cannot_be_served,
@@ -247,6 +279,22 @@ ON_TWO: dict[str, Callable[[], None]] = {
     "edit_without_publish": wrong_order(_edit_without_publish, "changed after they were published", "publish()"),
     "edit_after_evaluation": wrong_order(_edit_after_evaluation, "changed after they were published", "publish()"),
     "an_edit_on_a_rank_without_microbatches": an_edit_on_a_rank_without_microbatches,
+    "assign_before_backward": wrong_order(
+        _assign_before_backward, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
+    ),
+    "assign_between_two": wrong_order(
+        _assign_between_two, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
+    ),
+    "assign_before_settle": wrong_order(
+        _assign_before_settle, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
+    ),
+    "assign_to_a_new_parameter": wrong_order(
+        _assign_to_a_new_parameter, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
+    ),
+    "assign_before_backward": wrong_order(_assign_before_backward, *ASSIGNED),
+    "assign_between_two": wrong_order(_assign_between_two, *ASSIGNED),
+    "assign_before_settle": wrong_order(_assign_before_settle, *ASSIGNED),
+    "assign_to_a_new_parameter": wrong_order(_assign_to_a_new_parameter, *ASSIGNED),
     "unfreeze_after_attach": _unfreeze_after_attach,
     "an_error_on_one_rank_ends_the_others_with_its_reason": an_error_on_one_rank_ends_the_others_with_its_reason,
     "calls_of_one_rank_alone": calls_of_one_rank_alone,
@@ -259,6 +307,14 @@ ON_ONE: dict[str, Callable[[], None]] = {
     "backward_without_begin": wrong_order(_backward_without_begin, "reduction of group", "begin_minibatch()"),
     "begin_twice": wrong_order(_begin_twice, "settle()"),
     "publish_inside": wrong_order(_publish_inside, "publish", "settle()"),
+    "assign_before_backward": wrong_order(
+        _assign_before_backward, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
+    ),
+    "assign_before_settle": wrong_order(
+        _assign_before_settle, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
+    ),
+    "assign_before_backward": wrong_order(_assign_before_backward, *ASSIGNED),
+    "assign_before_settle": wrong_order(_assign_before_settle, *ASSIGNED),
     "clip_before_settle": wrong_order(_clip_before_settle, "between settle()"),
     "negative_count": wrong_order(lambda m, e: e.begin_minibatch(-1), "-1"),
     "last_microbatch_outside": wrong_order(lambda m, e: e.last_microbatch(), "begin_minibatch()"),
