@@ -279,18 +279,6 @@ ON_TWO: dict[str, Callable[[], None]] = {
     "edit_without_publish": wrong_order(_edit_without_publish, "changed after they were published", "publish()"),
     "edit_after_evaluation": wrong_order(_edit_after_evaluation, "changed after they were published", "publish()"),
     "an_edit_on_a_rank_without_microbatches": an_edit_on_a_rank_without_microbatches,
-    "assign_before_backward": wrong_order(
-        _assign_before_backward, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
-    ),
-    "assign_between_two": wrong_order(
-        _assign_between_two, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
-    ),
-    "assign_before_settle": wrong_order(
-        _assign_before_settle, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
-    ),
-    "assign_to_a_new_parameter": wrong_order(
-        _assign_to_a_new_parameter, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
-    ),
     "assign_before_backward": wrong_order(_assign_before_backward, *ASSIGNED),
     "assign_between_two": wrong_order(_assign_between_two, *ASSIGNED),
     "assign_before_settle": wrong_order(_assign_before_settle, *ASSIGNED),
@@ -307,12 +295,6 @@ ON_ONE: dict[str, Callable[[], None]] = {
     "backward_without_begin": wrong_order(_backward_without_begin, "reduction of group", "begin_minibatch()"),
     "begin_twice": wrong_order(_begin_twice, "settle()"),
     "publish_inside": wrong_order(_publish_inside, "publish", "settle()"),
-    "assign_before_backward": wrong_order(
-        _assign_before_backward, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
-    ),
-    "assign_before_settle": wrong_order(
-        _assign_before_settle, "blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()"
-    ),
     "assign_before_backward": wrong_order(_assign_before_backward, *ASSIGNED),
     "assign_before_settle": wrong_order(_assign_before_settle, *ASSIGNED),
     "clip_before_settle": wrong_order(_clip_before_settle, "between settle()"),
