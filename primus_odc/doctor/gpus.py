@@ -85,7 +85,7 @@ def _written_word(torch: Any) -> int:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     page = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.int64)
-    writer = StreamWriter(page.data_ptr(), mmap.PAGESIZE, device)
+    writer = StreamWriter(page, device)
     writer.write(0, _WORD)
     torch.cuda.synchronize(device)
     seen = int(page[0])

@@ -47,9 +47,9 @@ def assemble(
     plan = plan_arena(groups, mode, RING_SLOTS, device, across)
     words = word_counts(len(groups), mode, mesh.world_size, mesh.shards, RING_SLOTS, across)
 
-    def make_memory(nbytes: int, words_address: int, words_nbytes: int) -> DeviceMemory:
+    def make_memory(nbytes: int, words: torch.Tensor) -> DeviceMemory:
         group, places = mesh.heap_group()
-        return DeviceMemory(nbytes, mesh.rank, group, places, device, words_address, words_nbytes)
+        return DeviceMemory(nbytes, mesh.rank, group, places, device, words)
 
     heap = SymmetricHeap(
         mesh.rank, mesh.names, plan, words, mesh.exchange, config.timeout_s, make_memory if choices.transport == "symm_mem" else None

@@ -52,8 +52,8 @@ class Memory(Protocol):
     def close(self) -> None: ...
 
 
-MakeMemory = Callable[[int, int, int], Memory]
-"""``(arena bytes, address of this rank's words, their bytes)`` -> memory; collective."""
+MakeMemory = Callable[[int, torch.Tensor], Memory]
+"""``(arena bytes, this rank's words as bytes)`` -> memory; collective."""
 
 
 def _heartbeat(words: Words) -> Callable[[], None]:
@@ -119,7 +119,7 @@ class SymmetricHeap:
             if make_memory is None:
                 self._arenas = [s[self._data :] for s in self._segments]
             else:
-                self._memory = make_memory(max(plan.nbytes, 1), self._segments[rank].data_ptr(), layout.nbytes)
+                self._memory = make_memory(max(plan.nbytes, 1), self._segments[rank][: layout.nbytes])
                 self._arenas = self._memory.arenas
             self._max_sleep_s = _MAX_SLEEP_S if self._memory is None else _MAX_SLEEP_DEVICE_S
             self._check_mapping()

@@ -24,7 +24,7 @@ class DeviceMemory:
         group: the ranks that share the arena; the rendezvous is collective over them.
         places: the place in ``group`` of every heap rank.
         device: this rank's device.
-        words_address, words_nbytes: this rank's block of control words in host memory.
+        words: this rank's block of control words in host memory (uint8, page-aligned).
 
     Attributes:
         arenas: one uint8 tensor ``[nbytes]`` per rank, in rank order.
@@ -37,8 +37,7 @@ class DeviceMemory:
         group: dist.ProcessGroup,
         places: Sequence[int],
         device: torch.device,
-        words_address: int,
-        words_nbytes: int,
+        words: torch.Tensor,
     ) -> None:
         # Imported here: a build of torch without CUDA or ROCm need not have it.
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -57,7 +56,7 @@ class DeviceMemory:
         self.arenas = [
             self._local if r == rank else self._handle.get_buffer(place, (nbytes,), torch.uint8) for r, place in enumerate(places)
         ]
-        self._writer = StreamWriter(words_address, words_nbytes, device)
+        self._writer = StreamWriter(words, device)
 
     def store(self, offset: int, value: int) -> None:
         """Write one of this rank's words, ``offset`` bytes into its block, after what the current stream has been given so far."""
@@ -69,5 +68,4 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Stop writing words; call after the last view of the arena was used."""
-        self.synchronize()
         self._writer.close()
