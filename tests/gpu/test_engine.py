@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import primus_odc
 from primus_odc.errors import PeerError, ProtocolError
+from primus_odc.symmetric import stream_words
 from tests.fsdp.models import check_gradients, tiny_model
 from tests.gpu.models import inputs, loss, reference, require_gpus, shard_wide, whole, wide, worst_error
 from tests.workers import WorkerFailedError, run_workers
@@ -208,6 +210,29 @@ def test_deterministic_runs_are_equal_bit_for_bit(monkeypatch: pytest.MonkeyPatc
     for runs in run_workers(same_bits, 2, timeout_s=110, gpu=True):
         assert torch.equal(runs[0], runs[1])
         assert torch.equal(runs[0], runs[2])
+
+
+def dropped_engines(rank: int, world_size: int) -> list[float]:
+    errors = []
+    for _ in range(3):
+        model = shard_wide(wide())
+        engine = primus_odc.attach(model)
+        engine.begin_minibatch(1)
+        loss(model, inputs(0, rank, 0)).backward()
+        engine.settle()
+        errors.append(engine.grad_norm())
+        dist.barrier()
+        del engine, model  # without detach()
+        gc.collect()
+    assert len(stream_words._DROPPED) == 1, "the last one; the others were unpinned by their followers"
+    return errors
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_that_was_dropped_is_unpinned_by_the_next() -> None:
+    require_gpus(2)
+    for norms in run_workers(dropped_engines, 2, timeout_s=110, gpu=True):
+        assert norms[0] > 0 and norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 
 
 def edits_after_publish(rank: int, world_size: int) -> str:
