@@ -1,8 +1,8 @@
-"""The command line: ``primus-odc train | compare | plan | bench | doctor``.
+"""The command line: ``primus-odc train | compare | plan | traffic | bench | doctor``.
 
-Each command's arguments and work come from the part that does it, imported when that command is asked for, so that ``plan`` runs without
-torch. Words that ``train``, ``compare`` and ``doctor`` do not know are overrides of the experiment YAML, with the meaning Primus gives them
-(``--lr 1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``. What a user got wrong (an
+Each command's arguments and work come from the part that does it, imported when that command is asked for, so that ``plan`` and
+``traffic`` run without torch. Words that ``train``, ``compare`` and ``doctor`` do not know are overrides of the experiment YAML, with the
+meaning Primus gives them (``--lr 1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``. What a user got wrong (an
 :class:`~primus_odc.errors.OdcError`) is one message on stderr and exit code 2; ``--traceback``, in ``args.traceback``, shows where it was
 raised.
 """
@@ -38,6 +38,9 @@ COMMANDS = (
     Command(
         name="plan", module="primus_odc.planning.command", summary="predict the arms' speed from sample lengths", takes_overrides=False
     ),
+    Command(
+        name="traffic", module="primus_odc.planning.traffic_command", summary="count what crosses between nodes", takes_overrides=False
+    ),
     Command(name="bench", module="primus_odc.bench.command", summary="measure the arms and their transfers", takes_overrides=False),
     Command(name="doctor", module="primus_odc.doctor.command", summary="check this machine and a YAML before a run", takes_overrides=True),
 )
@@ -67,7 +70,9 @@ def tell(error: OdcError, where: str = "") -> None:
 
 def _run(words: list[str], traceback: bool) -> int:
     parser = argparse.ArgumentParser(
-        prog="primus-odc", description="On-Demand Communication for FSDP2: train, compare, plan, bench and doctor.", allow_abbrev=False
+        prog="primus-odc",
+        description="On-Demand Communication for FSDP2: train, compare, plan, traffic, bench and doctor.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"primus-odc {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")

@@ -132,6 +132,14 @@ def _notes(rounds: Sequence[Round], arms: Sequence[Arm], followed: str) -> list[
             f"On demand: transport {choices.transport}, accumulate {choices.accumulate}, parameters {choices.parameters}; the engine adds "
             f"{added:.0f} MiB a rank."
         )
+        if choices.nodes > 1:
+            moved = engine.totals()
+            across, all_of_it = moved["bytes_across_nodes"], moved["bytes_gathered"] + moved["bytes_reduced"]
+            notes.append(
+                f"The ranks were taken for {choices.nodes} nodes (odc.ranks_per_node): in one of the on-demand arms rank 0 put "
+                f"{across / 1e6:.1f} MB into other nodes, over the whole comparison, and moved {(all_of_it - across) / 1e6:.1f} MB inside "
+                "its own."
+            )
         if choices.parameters == "resident":
             notes.append(
                 "On-demand arms kept all parameters unsharded within the minibatch and nccl_pad did not; nccl_zero2 (--arms) is the arm on "

@@ -102,6 +102,35 @@ def test_a_corrupted_push_ends_every_rank_with_the_reason() -> None:
             assert "rank 1: gradients of group g0 pushed by rank 0 (epoch 1): checksum" in str(result)
 
 
+def test_what_is_corrupted_on_its_way_to_another_node_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_ranks(3, LAYOUT, mode="local", members=((0, 1), (2,)), verify=True) as ranks:
+        publish(ranks, 1)
+        nodes = ranks[0].topology.nodes
+        assert nodes is not None
+        home, slot = nodes.landings(0)[2]
+        copy = ranks[home].heap.view(home, ranks[home].heap.plan.regions[f"land.{slot}.0"])
+        flip(copy, 3)
+        for reader in (0, 1):
+            with pytest.raises(VerificationError, match=rf"rank {reader}: shard of group g0 read from rank 2 \(epoch 1\): checksum"):
+                ranks[reader].gather(0)
+        flip(copy, 3)
+        ranks[1].gather(0)
+        for rank in ranks:
+            rank.protocol.begin()
+            rank.reduce(0, contributions(rank, 0))
+        send = ranks[2].plane.send_partial  # type: ignore[attr-defined]
+
+        def corrupt(reducer: int, shard: int, group: int, epoch: int) -> None:
+            send(reducer, shard, group, epoch)
+            if reducer == 1:
+                flip(ranks[1].plane._staged(2, group), 5)  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(ranks[2].plane, "send_partial", corrupt)
+        results = together(ranks, PlaneRank.settle)
+        assert "rank 1: gradients of group g0 pulled from rank 2 (epoch 1): checksum" in str(results[1])
+        assert [results[0], results[2]] == [None, None], "the other owners' partials are whole"
+
+
 def test_start_up_finds_two_swapped_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = heap_module.connect_host_mesh
 

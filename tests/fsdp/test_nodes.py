@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import primus_odc
 from primus_odc.errors import ConfigError
+from primus_odc.planning.traffic import GroupBytes, two_level
 from tests.fsdp.checks import failures, run_checks
 from tests.fsdp.models import check_gradients, loss_of, microbatch, rows, shard, tiny_model
 from tests.fsdp.test_loop import ON_FOUR, ON_TWO, _counted_collectives, _meshes_of_two_by_two
@@ -45,14 +46,12 @@ def gradients_on_all_meshes() -> None:
 
 
 def only_settle_and_publish_move_anything_across() -> None:
-    """One reduction a minibatch, whatever the number of microbatches; no collective, and nothing at all crosses in forward and backward."""
-    for mesh in (None, _meshes_of_two_by_two()[0]):
+    """One reduction a minibatch, whatever the number of microbatches: the bytes and messages of :mod:`primus_odc.planning.traffic`. No
+    collective, and nothing at all crosses in forward and backward."""
+    for mesh in (None, *_meshes_of_two_by_two()):
         model = shard(tiny_model(), mesh)
         engine = primus_odc.attach(model, ranks_per_node=2)
-        groups = [unit.spec for unit in engine._units]
-        gradients = sum(g.grad_nbytes for g in groups)
-        # Two owners elsewhere for two ranks, or one owner of each shard elsewhere, so one partial a rank and group either way.
-        landings = sum(g.shard_nbytes for g in groups) if mesh is None else 0
+        moved = []
         with _counted_collectives() as calls:
             for step, count in enumerate((1, 4, 2)):
                 engine.begin_minibatch(count)
@@ -62,10 +61,20 @@ def only_settle_and_publish_move_anything_across() -> None:
                     loss_of(model, x, y, rows(step, [count] * 4)).backward()
                 assert engine.totals()["bytes_across_nodes"] == crossed
                 engine.settle()
-                assert engine.stats()["bytes_across_nodes"] == landings + gradients
+                engine.clip_grad_norm_(1.0)
+                moved.append((engine.stats()["bytes_across_nodes"], engine.stats()["signals_across_nodes"]))
                 model.zero_grad()
             engine.publish()
         assert calls == []
+        everyone: list[Any] = [None] * 4
+        dist.all_gather_object(everyone, (engine.rank, moved))
+        by_rank = dict(everyone)
+        groups = [GroupBytes(unit.spec.shard_nbytes, unit.spec.grad_nbytes) for unit in engine._units]
+        nodes = [[engine_rank for engine_rank, _ in everyone[first : first + 2]] for first in (0, 2)]
+        for ranks, expected in zip(nodes, two_level(nodes, engine._mesh.shards, groups), strict=True):
+            for step in range(3):
+                found = [sum(by_rank[rank][step][what] for rank in ranks) for what in (0, 1)]
+                assert found == [expected.out, expected.messages], (mesh, ranks)
         engine.detach()
 
 
