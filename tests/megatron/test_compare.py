@@ -115,6 +115,19 @@ def test_terminal_says_it_all(smoke: tuple[ComparisonResult, str, str]) -> None:
 
 
 @pytest.mark.timeout(180)
+def test_arms_agree_across_nodes(tmp_path: Path) -> None:
+    """A node of two ranks and one of one, from the YAML's keys alone."""
+    process = forked(tmp_path, "--nproc", "3", "--steps", "2", "--odc.ranks_per_node", "2")
+    process.wait(150)
+    assert process.returncode == 0, process.stderr
+    result = ComparisonResult.read(tmp_path / "out" / "result.json")
+    assert [arm.arm for arm in result.arms] == ["nccl_pad", "odc_pad", "odc_nopad"] and result.arms[0].world_size == 3
+    assert max(result.agreement.values()) <= 1e-5
+    (note,) = [note for note in result.notes if "odc.ranks_per_node" in note]
+    assert "taken for 2 nodes" in note and " 0.0 MB" not in note
+
+
+@pytest.mark.timeout(180)
 def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
     process = forked(tmp_path, "--steps", "10000")
     try:
