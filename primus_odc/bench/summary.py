@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from primus_odc.report.fit import fit_times, predict_ms
 from primus_odc.report.stats import median, quartiles
 
 BASELINE, IDEAL = "nccl_pad", "ideal"
@@ -199,31 +200,22 @@ def _tokens(step: Step) -> int:
     return sum(length for rank in step["microbatches"] for bucket in rank for length in bucket)
 
 
-def _features(bucket: Sequence[int]) -> list[float]:
-    lengths = bucket or [1]  # a padding microbatch
-    return [float(sum(lengths)), float(sum(length * length for length in lengths)), 1.0]
-
-
 def _fit(steps: list[Step]) -> tuple[list[npt.NDArray[np.float64]], float | None]:
-    """[rank] coefficients of :func:`_features`, and the median relative error; nothing where ``ideal`` was not run."""
+    """[rank] coefficients of a microbatch's time, and the median relative error; nothing where ``ideal`` was not run."""
     if not steps:
         return [], None
     fits, errors = [], []
     for rank in range(len(steps[0]["ranks"])):
         pairs = [
-            (_features(bucket), ms)
+            (bucket, ms)
             for step in steps
             for bucket, ms in zip(step["microbatches"][rank], step["ranks"][rank]["microbatch_ms"], strict=True)
         ]
         if not pairs:
             return [], None
-        matrix, times = np.array([features for features, _ in pairs]), np.array([ms for _, ms in pairs])
-        # Relative residuals: short microbatches count as much as long ones. The scaling keeps the columns comparable.
-        scale = np.abs(matrix).max(axis=0)
-        weights = 1.0 / times
-        solution = np.linalg.lstsq(matrix / scale * weights[:, None], times * weights, rcond=None)[0] / scale
+        solution, mine = fit_times(pairs)
         fits.append(solution)
-        errors += np.abs(matrix @ solution / times - 1.0).tolist()
+        errors += mine
     return fits, median(errors)
 
 
@@ -237,7 +229,7 @@ def _idle(steps: list[Step], fits: list[npt.NDArray[np.float64]]) -> tuple[float
         for step in steps:
             mine = step["ranks"][rank]
             # A microbatch of padding is no work.
-            busy = sum(float(np.dot(_features(bucket), fit)) for bucket in step["microbatches"][rank] if bucket)
+            busy = sum(predict_ms(fit, bucket) for bucket in step["microbatches"][rank] if bucket)
             busy += mine["updated_at"] - mine["clipped_at"]
             parts.append(max(0.0, 1.0 - busy / step_ms(step)))
         idle.append(median(parts))

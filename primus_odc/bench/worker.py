@@ -12,12 +12,8 @@ from pathlib import Path
 
 from primus_odc.bench.job import Job
 from primus_odc.errors import ConfigError
-from primus_odc.megatron.local_ranks import end_with_parent, run_and_exit
+from primus_odc.megatron.local_ranks import end_with_parent, prepare_gpu_environment, run_and_exit
 from primus_odc.versions import require_megatron, require_torch
-
-ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Set where the caller has not: transfers get hardware queues of their own, and memory is not fragmented by changing lengths."""
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def main(arguments: list[str]) -> None:
@@ -25,8 +21,9 @@ def main(arguments: list[str]) -> None:
     started = time.monotonic()
     end_with_parent()
     rank, job = int(arguments[0]), Job.read(Path(arguments[1]))
-    for key, value in (ENVIRONMENT | (DETERMINISTIC if job.deterministic else {})).items():
-        os.environ.setdefault(key, value)
+    prepare_gpu_environment()
+    if job.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     logging.basicConfig(stream=sys.stdout if rank == 0 else sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("primus_odc").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     warnings.filterwarnings("ignore", module=r"megatron\.")

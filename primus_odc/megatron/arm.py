@@ -17,6 +17,9 @@ Stock FSDP2 takes the mean over ranks; the factor that undoes it is part of the 
 
 Beside FSDP2's own, the stock arms have two collectives a step: an all-gather of what each rank has to report, and the gradient norm. The
 on-demand arms have the first alone; it comes right after settle, where all ranks have just met anyway.
+
+On a GPU the host reads loss and norm only when the optimizer step and the publication are queued, so that the device has work while the
+host begins the next step. Numbers that are not finite make the optimizer change nothing there too, by a flag that the device computes.
 """
 
 from __future__ import annotations
@@ -37,12 +40,14 @@ from torch.distributed.tensor import DTensor
 
 from primus_odc.config import ParsedComm
 from primus_odc.errors import OdcError, PlanError
+from primus_odc.megatron.fetched import Fetched
 from primus_odc.megatron.lr import build_scheduler
 from primus_odc.megatron.meter import Meter
-from primus_odc.megatron.microbatch import Microbatch
+from primus_odc.megatron.microbatch import Microbatch, to_device
 from primus_odc.megatron.minibatch import Minibatch
 from primus_odc.megatron.model import build_gpt
 from primus_odc.megatron.on_demand import MeteredEngine
+from primus_odc.megatron.optimizer import build_optimizer
 from primus_odc.megatron.run_options import policy_of
 from primus_odc.megatron.sharding import mixed_precision, shard_gpt
 from primus_odc.report.timeline import SpanRecorder
@@ -67,7 +72,7 @@ class StepOutcome:
     """Wall time on this rank."""
     waited_s: tuple[float, ...]
     """[rank] seconds without computing, waits and exposed transfers together; what came after the previous step's report included. On a
-    GPU settle and publish only, see :mod:`primus_odc.megatron.meter`."""
+    GPU settle and publish only, see :mod:`primus_odc.megatron.meter`, as far as the device had ended them when this step settled."""
     counts: tuple[int, ...]
     """[rank] microbatches run."""
     tokens: int
@@ -115,13 +120,18 @@ class Arm:
         on_demand = comm.arm.startswith("odc")
         self.model = shard_gpt(build_gpt(params, vocab_size, device=device), mesh, mixed_precision(params, on_demand=on_demand))
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        self.optimizer = build_optimizer(self.model, params)
+        self.optimizer = build_optimizer(self.model, params, lasting_gradients=on_demand)
         self.scheduler = build_scheduler(self.optimizer, params)
         self.engine = MeteredEngine(self.model, comm.odc, self.meter) if on_demand else None
         self._reported_s = self.meter.exposed_s
         if comm.arm == "nccl_zero2":
             self._modules[0].set_reshard_after_forward(False)
             self._modules[0].set_reshard_after_backward(False)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the host only queues what a device does."""
+        return self._device.type != "cpu"
 
     @property
     def num_units(self) -> int:
@@ -187,9 +197,9 @@ class Arm:
                     total += self.model(microbatch)
         self.model.train()
         self.reshard()
-        reports = self._exchange([float(total)])
+        sums = self._exchange(total.reshape(1)).flatten().tolist()
         self._reported_s += self.meter.exposed_s - exposed  # no part of the next step
-        return math.fsum(sums[0] for sums in reports) / sum(minibatch.target_tokens for minibatch in minibatches)
+        return math.fsum(sums) / sum(minibatch.target_tokens for minibatch in minibatches)
 
     def publish(self) -> None:
         """Make parameters that were changed outside :meth:`train_step` known to all ranks; every rank calls it."""
@@ -219,17 +229,26 @@ class Arm:
                 loss_sum = self._run_microbatches(minibatch, self.world_size / minibatch.target_tokens)
             if self.pad_empty_ranks:
                 self.reshard()
-        loss, waited = self._report(minibatch, float(loss_sum))
+        reports = self._report(minibatch, loss_sum)
+        if not self.on_gpu:
+            loss, waited = self._read_reports(minibatch, Fetched(reports))
         with self.meter.span("optimizer"):
-            grad_norm = self._clip()
-            if not math.isfinite(grad_norm):
-                raise OdcError(f"step {minibatch.step}: the gradient norm is {grad_norm} at a loss of {loss}; nothing was updated")
-            self.optimizer.step()
+            norm = self._clip()
+            skip = None
+            if not self.on_gpu:
+                grad_norm = self._read_norm(minibatch, loss, Fetched(norm))
+            else:
+                fetched = Fetched(reports), Fetched(norm)
+                skip = (~(reports.isfinite().all() & norm.isfinite())).to(torch.float32)
+            self.optimizer.step(skip=skip)
             self.optimizer.zero_grad()
-            self.scheduler.step(1)
-        self.trained_steps += 1
         if self.engine is not None:
             self.engine.publish()
+        if self.on_gpu:
+            loss, waited = self._read_reports(minibatch, fetched[0])
+            grad_norm = self._read_norm(minibatch, loss, fetched[1])
+        self.scheduler.step(1)
+        self.trained_steps += 1
         return loss, grad_norm, waited
 
     def _run_microbatches(self, minibatch: Minibatch, scale: float) -> torch.Tensor:
@@ -260,13 +279,19 @@ class Arm:
                 ", ".join(minibatch.sample_ids[i] for i in bucket[0][:4]),
             )
 
-    def _report(self, minibatch: Minibatch, loss_sum: float) -> tuple[float, tuple[float, ...]]:
-        """(global loss, [rank] seconds without computing), from one exchange that also compares the minibatches of the ranks."""
-        exposed = self.meter.exposed_s
+    def _report(self, minibatch: Minibatch, loss_sum: torch.Tensor) -> torch.Tensor:
+        """[ranks, 3], where the model is: loss sum, seconds without computing and the minibatch of every rank; one collective."""
+        exposed = self.meter.known_s
         with self.meter.span("communication", label="report"):
             # 48 bits of the digest: a float64 holds them exactly.
-            reports = self._exchange([loss_sum, exposed - self._reported_s, float(int(minibatch.digest[:12], 16))])
+            values = [exposed - self._reported_s, float(int(minibatch.digest[:12], 16))]
+            reports = self._exchange(torch.cat((loss_sum.reshape(1), to_device(torch.tensor(values, dtype=torch.float64), self._device))))
         self._reported_s = exposed
+        return reports
+
+    def _read_reports(self, minibatch: Minibatch, fetched: Fetched) -> tuple[float, tuple[float, ...]]:
+        """(global loss, [rank] seconds without computing); compares the minibatches of the ranks."""
+        reports = fetched.read().tolist()
         if different := [rank for rank, report in enumerate(reports) if report[2] != reports[0][2]]:
             raise PlanError(
                 f"step {minibatch.step}: ranks {different} hold another minibatch than rank 0; every rank needs the same data, "
@@ -278,38 +303,27 @@ class Arm:
             raise OdcError(f"step {minibatch.step}: the loss is {loss}, from ranks {guilty}; nothing was updated")
         return loss, tuple(report[1] for report in reports)
 
-    def _exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """``values`` of every rank, in rank order; a collective."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+    def _read_norm(self, minibatch: Minibatch, loss: float, fetched: Fetched) -> float:
+        grad_norm = float(fetched.read())
+        if not math.isfinite(grad_norm):
+            raise OdcError(f"step {minibatch.step}: the gradient norm is {grad_norm} at a loss of {loss}; nothing was updated")
+        return grad_norm
+
+    def _exchange(self, mine: torch.Tensor) -> torch.Tensor:
+        """``mine`` (``[n]``) of every rank, in rank order: ``[ranks, n]``; a collective."""
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(parts, mine)
-        return [part.tolist() for part in parts]
+        return torch.stack(parts)
 
-    def _clip(self) -> float:
-        """Clip to ``clip_grad`` (0: only measure) and return the norm before."""
+    def _clip(self) -> torch.Tensor:
+        """Clip to ``clip_grad`` (0: only measure) and return the norm before: 0-dim, where the model is."""
         limit = self._clip_grad or math.inf
         if self.engine is not None:
-            return float(self.engine.clip_grad_norm_(limit))
+            return self.engine.clip_grad_norm_(limit)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _bytes(self) -> tuple[int, int]:
         if self.engine is None:
             return self.meter.bytes_gathered, self.meter.bytes_reduced
         return self.engine.bytes_moved()
-
-
-def build_optimizer(model: nn.Module, params: Mapping[str, Any]) -> torch.optim.AdamW:
-    """AdamW with Megatron's keys and grouping: biases and norms, being one-dimensional, do not decay.
-
-    Learning rate and weight decay are set by the scheduler.
-    """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    plain = [p for name, p in named if p.ndim == 1 or name.endswith(".bias")]
-    decaying = [p for name, p in named if not (p.ndim == 1 or name.endswith(".bias"))]
-    return torch.optim.AdamW(
-        [{"params": decaying, "wd_mult": 1.0}, {"params": plain, "wd_mult": 0.0}],
-        betas=(float(params.get("adam_beta1", 0.9)), float(params.get("adam_beta2", 0.999))),
-        eps=float(params.get("adam_eps", 1e-8)),
-        fused=True,
-    )

@@ -147,12 +147,8 @@ def _tensors(arm: Arm, with_optimizer: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"model": {name: p.detach() for name, p in named}, "rng": torch.get_rng_state()}
     if with_optimizer:
         for _, p in named:
-            if p.requires_grad and p not in arm.optimizer.state:
-                arm.optimizer.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
+            if p.requires_grad:
+                arm.optimizer.make_state(p)
         result["optimizer"] = {name: dict(arm.optimizer.state[p]) for name, p in named if p.requires_grad}
     return result
 

@@ -1,7 +1,8 @@
 """Python's garbage collector, kept out of training steps.
 
 A full collection stalls a rank for as long as it takes to visit every object of torch and the model, and in a collective all ranks wait
-for it. What is alive when training starts is set aside, the collector is switched off, and the trainer collects between two steps.
+for it. What is alive when training starts is set aside, the collector is switched off, and the trainer collects between two steps. What the
+first step leaves behind, the optimizer's state above all, is set aside too: what is collected later is small.
 """
 
 from __future__ import annotations
@@ -18,8 +19,18 @@ def collecting_between_steps() -> Iterator[Callable[[], int]]:
     gc.collect()
     gc.freeze()
     gc.disable()
+    steps = 0
+
+    def collect() -> int:
+        nonlocal steps
+        steps += 1
+        found = gc.collect()
+        if steps == 1:
+            gc.freeze()
+        return found
+
     try:
-        yield gc.collect
+        yield collect
     finally:
         gc.unfreeze()
         if enabled:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell
 from primus_odc.errors import ConfigError, DataError, OdcError, VersionError
 from primus_odc.experiment import load_experiment
-from primus_odc.megatron.local_ranks import end_with_launcher
+from primus_odc.megatron.local_ranks import end_with_launcher, prepare_gpu_environment
 from primus_odc.megatron.train_config import normalise
 from primus_odc.versions import require_megatron, require_torch
 
@@ -85,7 +85,10 @@ def prepare(config: str, overrides: Sequence[str]) -> RunOptions:
     from primus_odc.megatron.outputs import check_outputs
     from primus_odc.megatron.run_options import RunOptions
 
-    options = RunOptions.of(experiment, normalise(experiment.params))
+    params = normalise(experiment.params)
+    if params.get("distributed_backend", "nccl") == "nccl":
+        prepare_gpu_environment()
+    options = RunOptions.of(experiment, params)
     check_outputs(options)
     return options
 

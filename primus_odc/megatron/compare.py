@@ -1,13 +1,14 @@
 """Run the arms of a comparison on this host's ranks.
 
 ``primus-odc compare`` is one process that starts its ranks itself, waits for them and reads what rank 0 measured; see
-:mod:`primus_odc.megatron.rounds` for what they do. It imports neither torch nor megatron-core, unless something is wrong with the
-experiment anyway and the model's keys are checked along. It is not launched by torchrun: all ranks must share one host and one clock, and
-a process of its own outlives a rank that dies and can say which one it was.
+:mod:`primus_odc.megatron.rounds` for what they do. It imports neither torch nor megatron-core, unless GPUs have to be counted, or
+something is wrong with the experiment anyway and the model's keys are checked along. It is not launched by torchrun: all ranks must share
+one host and one clock, and a process of its own outlives a rank that dies and can say which one it was.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import tempfile
@@ -37,7 +38,7 @@ def run_comparison(
         overrides: words that change it.
         arms: reporting names.
         steps: of every arm; None: ``train_iters`` of the experiment.
-        nproc: ranks; None: the smaller of cores and 4.
+        nproc: ranks; None: the smaller of cores and 4, or all GPUs with ``distributed_backend: nccl``.
         command: the command line, for the report.
 
     Raises:
@@ -49,10 +50,9 @@ def run_comparison(
     experiment = load_experiment(config, list(overrides))
     params = normalise(experiment.params)
     require_checked(experiment, arm_params(params, arms[0]))
-    if params.get("distributed_backend") != "gloo":
-        raise ConfigError(["distributed_backend: arms are compared on the CPU in this version; set distributed_backend: gloo"])
+    on_gpus = params.get("distributed_backend") == "nccl"
     timeout_s = max(parse_odc(arm_params(params, arm)).odc.timeout_s for arm in arms)
-    world_size = nproc or min(len(os.sched_getaffinity(0)), MOST_DEFAULT_RANKS)
+    world_size = _gpus(nproc) if on_gpus else nproc or min(len(os.sched_getaffinity(0)), MOST_DEFAULT_RANKS)
     with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
         job = Job(
             config=str(config),
@@ -60,6 +60,7 @@ def run_comparison(
             arms=list(arms),
             steps=steps,
             world_size=world_size,
+            on_gpus=on_gpus,
             store=str(Path(folder) / "store"),
             result=str(Path(folder) / "result.json"),
             command=command,
@@ -69,6 +70,19 @@ def run_comparison(
         # A rank that waits for another one says so itself, after timeout_s; longer silence means that none can.
         run_ranks(WORKER, [str(file)], world_size, silence_s=2 * timeout_s, progress=_show)
         return ComparisonResult.read(Path(job.result))
+
+
+def _gpus(nproc: int | None) -> int:
+    """Ranks, each on a GPU of its own."""
+    found = int(importlib.import_module("torch").cuda.device_count())
+    if found < (nproc or 1):
+        raise ConfigError(
+            [
+                f"distributed_backend: nccl needs a GPU for each of {nproc or 1} ranks and torch sees {found}; start fewer (--nproc), or "
+                "set distributed_backend: gloo to compare on the CPU"
+            ]
+        )
+    return nproc or found
 
 
 def _show(line: str) -> None:

@@ -25,6 +25,8 @@ class Job:
     """Of every arm; None: ``train_iters``."""
     world_size: int
     """Number of ranks."""
+    on_gpus: bool
+    """A GPU for each rank; else all on the CPU."""
     store: str
     """File through which the ranks find each other."""
     result: str

@@ -16,15 +16,17 @@ from primus_odc.megatron.arm import Arm
 from primus_odc.megatron.collector import collecting_between_steps
 from primus_odc.megatron.compare_job import Job, arm_params
 from primus_odc.megatron.compare_result import build_result, check_ideal, timeline_step
+from primus_odc.megatron.device_rounds import predict_compute
 from primus_odc.megatron.ideal import Ideal
-from primus_odc.megatron.rounds import MinibatchMaker, Round, Rounds
+from primus_odc.megatron.round_records import Round
+from primus_odc.megatron.rounds import MinibatchMaker, Rounds
 from primus_odc.megatron.train_config import normalise
 from primus_odc.megatron.trainer import RunOptions
 from primus_odc.report.wording import AGREEMENT_BOUND
 
 
-def compare(job: Job) -> None:
-    """Run the whole comparison on this rank; torch.distributed is initialised."""
+def compare(job: Job, device: torch.device) -> None:
+    """Run the whole comparison on this rank and its ``device``; torch.distributed is initialised."""
     tell("preparing data and models")
     experiment = load_experiment(Path(job.config), job.overrides)
     params = normalise(experiment.params)
@@ -34,8 +36,7 @@ def compare(job: Job) -> None:
     dataset = build_dataset(params, "train", workspace=experiment.workspace, max_tokens=max_tokens, over_length=over_length)
     vocab_size = train.padded_vocab_size(build_tokenizer(params).vocab_size)
     stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
-    device = torch.device("cpu")
-    mesh = init_device_mesh("cpu", (job.world_size,))
+    mesh = init_device_mesh(device.type, (job.world_size,))
     arms = [Arm(option.params, option.comm, vocab_size, mesh, device) for option in options]
     followed = next((arm for arm in arms if arm.name == "odc_nopad"), arms[0])
     ideal = Ideal(followed, params, vocab_size, device)
@@ -50,6 +51,8 @@ def compare(job: Job) -> None:
             drawn.append(stream.next())
             rounds.append(running.run(step, drawn[-1]))
             tell(progress(step, steps, rounds[-1]))
+        if device.type != "cpu":
+            rounds = predict_compute(rounds)
         shown = timeline_step(rounds)
         tell(f"minibatch {shown + 1} once more in every arm, for the timeline")
         timelines = running.timelines(shown, drawn[shown])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from primus_odc.megatron.arm import Arm
-from primus_odc.megatron.rounds import ArmStep, Round
+from primus_odc.megatron.round_records import ArmStep, Round
 from primus_odc.report.arm import ArmPhases, ArmResult
 from primus_odc.report.machine import describe_machine, describe_versions, utc_now
 from primus_odc.report.result import ComparisonResult
@@ -27,6 +27,20 @@ _HEADING_KEYS = (
     "lr",
     "clip_grad",
     "bf16",
+)
+
+_ON_CPUS = (
+    "Idle is the share of a step in which a rank's thread did not use the processor for forward, backward or the optimizer; an empty "
+    "bucket, which makes counts equal, is padding and counts as idle, and so does time that other processes of this machine took.",
+    "Timed steps of nccl arms ran without anything of ours inside FSDP2; the timeline is one minibatch run once more by every arm, "
+    "with all transfers on record.",
+)
+_ON_GPUS = (
+    "Idle is the share of a step in which a rank does not compute. What it computed is predicted from ideal's microbatches by the lengths "
+    "of their samples, because transfers and waiting cannot be told from computing in an arm's own forward and backward; what these took "
+    "longer counts as communication, waiting included.",
+    "The timeline is one minibatch run once more by every arm: the stream that computes, whose forward and backward hold their own "
+    "waiting. Single transfers are shown by primus-odc bench --trace.",
 )
 
 
@@ -71,7 +85,7 @@ def build_result(
     return ComparisonResult.build(
         arms=[arm_result(name, [step.arms[name] for step in rounds]) for name in rounds[0].arms],
         warmup_steps=warmup_rounds(len(rounds)),
-        machine={**describe_machine(), "collectives": "gloo"},
+        machine={**describe_machine(), "collectives": "NCCL/RCCL" if arms[0].on_gpu else "gloo"},
         ideal_ms_per_step=ideal_ms,
         timelines=timelines,
         config=config,
@@ -120,10 +134,7 @@ def _notes(rounds: Sequence[Round], arms: Sequence[Arm], followed: str) -> list[
         "together. Planning and packing are ready before and not part of a step.",
         f"ideal had the weights of {followed}, copied outside the measured time; its loss agrees with that arm's to "
         f"{check_ideal(rounds, followed):.1e} relative.",
-        "Idle is the share of a step in which a rank's thread did not use the processor for forward, backward or the optimizer; an empty "
-        "bucket, which makes counts equal, is padding and counts as idle, and so does time that other processes of this machine took.",
-        "Timed steps of nccl arms ran without anything of ours inside FSDP2; the timeline is one minibatch run once more by every arm, "
-        "with all transfers on record.",
+        *(_ON_GPUS if arms[0].on_gpu else _ON_CPUS),
     ]
     engine = next((arm.engine for arm in arms if arm.engine is not None), None)
     if engine is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from primus_odc.config import parse_odc
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.compare_job import Job, arm_params
-from primus_odc.megatron.local_ranks import end_with_parent, run_and_exit
+from primus_odc.megatron.local_ranks import end_with_parent, prepare_gpu_environment, run_and_exit
 from primus_odc.versions import require_megatron, require_torch
 
 
@@ -27,6 +27,8 @@ def main(arguments: list[str]) -> None:
     logging.basicConfig(stream=sys.stdout if rank == 0 else sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
     # Megatron warns at import about packages that are no part of what runs here.
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    if job.on_gpus:
+        prepare_gpu_environment()
     run_and_exit(lambda: _run(rank, job))
 
 
@@ -36,12 +38,21 @@ def _run(rank: int, job: Job) -> None:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.world_size))
+    device = torch.device("cpu")
+    if job.on_gpus:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.world_size))
     timeout_s = parse_odc(arm_params(load_experiment(Path(job.config), job.overrides).params, job.arms[0])).odc.timeout_s
     dist.init_process_group(
-        "gloo", init_method=f"file://{job.store}", rank=rank, world_size=job.world_size, timeout=timedelta(seconds=timeout_s)
+        "nccl" if job.on_gpus else "gloo",
+        init_method=f"file://{job.store}",
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=timeout_s),
     )
-    importlib.import_module("primus_odc.megatron.compare_rank").compare(job)
+    importlib.import_module("primus_odc.megatron.compare_rank").compare(job, device)
     dist.barrier()
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,9 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from primus_odc.megatron.arm import Arm, Minibatch, build_optimizer
+from primus_odc.megatron.arm import Arm, Minibatch
 from primus_odc.megatron.lr import build_scheduler
 from primus_odc.megatron.model import PackedGPT, build_gpt
+from primus_odc.megatron.optimizer import build_optimizer, local
 from primus_odc.planning import Policy
 
 IDEAL = "ideal"
@@ -75,6 +78,17 @@ def own_rows(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     return tensor[rank * rows : (rank + 1) * rows]
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class IdealRun:
+    """One minibatch as one rank ran it; of the device where there is one, else of the host."""
+
+    loss_sum: float
+    microbatch_ms: list[float]
+    compute_ms: float
+    """Forward and backward of all microbatches."""
+    optimizer_ms: float
+
+
 class Ideal:
     """A full replica of an arm's model on every rank; made on all ranks at once.
 
@@ -92,7 +106,7 @@ class Ideal:
         source.reshard()
         self._replica = Replica(
             build_gpt(params, vocab_size, device=device, dtype=dtype),
-            [_local(parameter).clone() for parameter in source.model.parameters()],
+            [local(parameter).clone() for parameter in source.model.parameters()],
             lambda shards: build_optimizer(shards, params),
             float(params.get("clip_grad", 1.0)),
             dist.get_rank(),
@@ -107,33 +121,36 @@ class Ideal:
         replica = self._replica
         for own, shard, parameter in zip(replica.model.parameters(), replica.shards, self._source.model.parameters(), strict=True):
             own.copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
-            shard.copy_(_local(parameter))
+            shard.copy_(local(parameter))
 
-    def run(self, minibatch: Minibatch) -> tuple[float, float, float]:
-        """Forward, backward and optimizer step of this rank, without a word to the others.
-
-        Returns:
-            This rank's loss sum, and the seconds of forward and backward and of the optimizer step. On a GPU the device is waited for
-            at the end of both.
-        """
+    def run(self, minibatch: Minibatch) -> IdealRun:
+        """Forward, backward and optimizer step of this rank, without a word to the others. On a GPU the device is waited for at the end."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._synchronize()
-        start = time.perf_counter()
+        marks = [self._mark()]
         for microbatch in minibatch.microbatches:
             loss = self._replica.model(microbatch)
             (loss / minibatch.target_tokens).backward()
             total += loss.detach()
-        self._synchronize()
-        computed = time.perf_counter()
+            marks.append(self._mark())
         self._replica.update()
         self._scheduler.step(1)
-        self._synchronize()
-        return float(total), computed - start, time.perf_counter() - computed
-
-    def _synchronize(self) -> None:
+        end = self._mark()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        return IdealRun(
+            loss_sum=float(total),
+            microbatch_ms=[_ms(before, after) for before, after in pairwise(marks)],
+            compute_ms=_ms(marks[0], marks[-1]),
+            optimizer_ms=_ms(marks[-1], end),
+        )
+
+    def _mark(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+def _ms(begin: Any, end: Any) -> float:
+    return 1e3 * (end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end))

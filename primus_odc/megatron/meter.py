@@ -7,7 +7,8 @@ there, so the time inside them is waiting and transfer.
 On a GPU the host only queues, and its times say little about the device. There *without computing* is measured by events in the computing
 stream and on demand only: from the end of the work queued before settle or publish to the end of theirs, host time that the device had to
 wait for included. What the device waits for inside forward and backward, in collectives and in gathers that were not hidden, is not in it:
-that is what the traces and idle fractions of ``primus-odc bench`` show. A recorder's spans are host times on a GPU too.
+that is what the traces and idle fractions of ``primus-odc bench`` show. A recorder's spans are host times on a GPU too; the device's, of
+the computing stream, are kept where :attr:`Meter.device_spans` is a list.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ import torch.distributed as dist
 
 from primus_odc.report.timeline import SpanKind, SpanRecorder
 
+DeviceSpan = tuple[SpanKind, int | None, torch.cuda.Event, torch.cuda.Event]
+"""(kind, microbatch, begin, end)."""
 _EXPOSED: tuple[SpanKind, ...] = ("wait", "communication", "settle", "publish")
 _EXPOSED_ON_GPU: tuple[SpanKind, ...] = ("settle", "publish")
+_COMPUTING_STREAM: tuple[SpanKind, ...] = ("forward", "backward", "optimizer", "settle", "publish")
 # torch 2.13 renamed them; FSDP2 calls the names of its own version.
 _GATHERS = ("all_gather_single", "all_gather_into_tensor")
 _REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")
@@ -37,6 +41,7 @@ class Meter:
         time_collectives: whether FSDP2's collectives are timed; if not, stock arms run without anything of ours inside FSDP2, and their
             collectives count as computing.
         exposed_cpu_s: what of the processor this thread used meanwhile; only grows.
+        device_spans: on a GPU, while it is a list, gets the spans of the computing stream.
         bytes_gathered: bytes of parameters received in collectives; only grows.
         bytes_reduced: bytes of gradients sent in collectives; only grows.
     """
@@ -47,6 +52,7 @@ class Meter:
         self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._exposed_s = 0.0
         self.recorder: SpanRecorder | None = None
+        self.device_spans: list[DeviceSpan] | None = None
         self.time_collectives = True
         self.exposed_cpu_s = 0.0
         self.bytes_gathered = 0
@@ -63,21 +69,34 @@ class Meter:
         self._pending.clear()
         return self._exposed_s
 
+    @property
+    def known_s(self) -> float:
+        """The same as :attr:`exposed_s` without what the device has not ended yet; nothing is waited for."""
+        while self._pending and self._pending[0][1].query():
+            begin, end = self._pending.pop(0)
+            self._exposed_s += begin.elapsed_time(end) / 1e3
+        return self._exposed_s
+
     @contextmanager
     def span(self, kind: SpanKind, microbatch: int | None = None, label: str = "") -> Iterator[None]:
         """Times the ``with`` block, also when it raises. Of nested exposed spans the outermost counts."""
         counts = kind in (_EXPOSED_ON_GPU if self._on_gpu else _EXPOSED) and not self._inside
         self._inside |= counts
-        begin = _event() if counts and self._on_gpu else None
+        keeps = self.device_spans is not None and kind in _COMPUTING_STREAM
+        begin = _event() if self._on_gpu and (counts or keeps) else None
         start, used = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             end = time.perf_counter()
+            stop = _event() if begin is not None else None
+            if begin is not None and stop is not None and keeps:
+                assert self.device_spans is not None
+                self.device_spans.append((kind, microbatch, begin, stop))
             if counts:
                 self._inside = False
-                if begin is not None:
-                    self._pending.append((begin, _event()))
+                if begin is not None and stop is not None:
+                    self._pending.append((begin, stop))
                 else:
                     self._exposed_s += end - start
                 self.exposed_cpu_s += time.thread_time() - used

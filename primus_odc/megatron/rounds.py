@@ -25,8 +25,10 @@ import torch.distributed as dist
 
 from primus_odc.data.dataset import TokenDataset
 from primus_odc.megatron.arm import Arm, StepOutcome
+from primus_odc.megatron.device_rounds import device_step, seen_on_device
 from primus_odc.megatron.ideal import IDEAL, Ideal
 from primus_odc.megatron.minibatch import Minibatch, make_minibatch
+from primus_odc.megatron.round_records import ArmStep, IdealStep, RankStep, Round, lengths_of
 from primus_odc.planning import CostModel, Policy
 from primus_odc.report.timeline import Span, SpanKind, SpanRecorder, Timeline, compute_table, exclusive_spans, make_timeline
 
@@ -59,49 +61,6 @@ class MinibatchMaker:
             )
             for policy, pad in plans
         }
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RankStep:
-    """One step of an arm as one rank saw it; milliseconds."""
-
-    busy_ms: float
-    """Processor time outside waits and transfers, without that of empty buckets: padding is no work."""
-    microbatch_ms: list[float]
-    """Forward and backward of each microbatch. On demand: wall time less what is nested. Stock: processor time."""
-    communication_ms: float
-    """Transfers, settle and publish; in stock arms all of forward and backward that is not in ``microbatch_ms``, waiting included."""
-    wait_ms: float | None
-    """For a peer; None where it is not told from transfers."""
-    optimizer_ms: float
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ArmStep:
-    """One step of an arm over all ranks."""
-
-    ms: float
-    """From the first rank's start to the last rank's end."""
-    outcome: StepOutcome
-    ranks: list[RankStep]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class IdealStep:
-    """One step of ``ideal`` over all ranks."""
-
-    ms: float
-    """The longest forward and backward of any rank, and the longest optimizer step."""
-    loss: float
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Round:
-    """One minibatch in every arm; equal on all ranks."""
-
-    arms: dict[str, ArmStep]
-    ideal: IdealStep | None
-    """None where the minibatch was skipped for having no target."""
 
 
 class Rounds:
@@ -138,20 +97,20 @@ class Rounds:
         timelines = []
         for name, arm in self._arms.items():
             self._collect()
-            recorder = SpanRecorder(dist.get_rank())
-            arm.meter.time_collectives = True
-            dist.barrier()
-            arm.train_step(minibatches[arm.policy, arm.pad_empty_ranks], recorder)
-            arm.meter.time_collectives = False
-            spans = [span for rank in _all_ranks(recorder.take()) for span in rank]
+            minibatch = minibatches[arm.policy, arm.pad_empty_ranks]
+            spans = [span for rank in _all_ranks(_recorded_step(arm, minibatch)) for span in rank]
             timelines.append(make_timeline(name, step, spans, dist.get_world_size()))
         return timelines
 
     def _timed_ideal(self, minibatch: Minibatch) -> IdealStep:
         dist.barrier()
-        reports = _all_ranks(self._ideal.run(minibatch))
-        loss_sums, computed, optimizer = zip(*reports, strict=True)
-        return IdealStep(ms=1e3 * (max(computed) + max(optimizer)), loss=math.fsum(loss_sums) / minibatch.target_tokens)
+        runs = _all_ranks(self._ideal.run(minibatch))
+        return IdealStep(
+            ms=max(run.compute_ms for run in runs) + max(run.optimizer_ms for run in runs),
+            loss=math.fsum(run.loss_sum for run in runs) / minibatch.target_tokens,
+            lengths=lengths_of(minibatch),
+            microbatch_ms=[run.microbatch_ms for run in runs],
+        )
 
 
 class ProcessorRecorder(SpanRecorder):
@@ -168,8 +127,23 @@ class ProcessorRecorder(SpanRecorder):
         self.used_s.append(time.thread_time())
 
 
+def _recorded_step(arm: Arm, minibatch: Minibatch) -> list[Span]:
+    """One step with all that can be known of its transfers."""
+    if arm.on_gpu:
+        return device_step(arm, minibatch)[3]
+    recorder = SpanRecorder(arm.rank)
+    arm.meter.time_collectives = True
+    dist.barrier()
+    arm.train_step(minibatch, recorder)
+    arm.meter.time_collectives = False
+    return recorder.take()
+
+
 def _timed_step(arm: Arm, minibatch: Minibatch) -> ArmStep:
     arm.meter.time_collectives = False
+    if arm.on_gpu:
+        start, end, outcome, spans = device_step(arm, minibatch)
+        return _over_ranks(minibatch, start, end, outcome, seen_on_device(spans, minibatch.counts[arm.rank]))
     exposed_s = arm.meter.exposed_cpu_s
     dist.barrier()
     recorder = ProcessorRecorder(arm.rank)
@@ -179,9 +153,12 @@ def _timed_step(arm: Arm, minibatch: Minibatch) -> ArmStep:
     busy_ms = 1e3 * (used_s - (arm.meter.exposed_cpu_s - exposed_s))
     samples = [len(bucket) for bucket in minibatch.plan.microbatches[arm.rank]] or [0] * len(minibatch.microbatches)
     seen = _on_demand(recorder, busy_ms, samples) if arm.engine is not None else _stock(recorder, busy_ms, samples)
-    reports = _all_ranks((start, end, seen))
-    starts, ends, ranks = zip(*reports, strict=True)
-    return ArmStep(ms=1e3 * (max(ends) - min(starts)), outcome=outcome, ranks=list(ranks))
+    return _over_ranks(minibatch, start, end, outcome, seen)
+
+
+def _over_ranks(minibatch: Minibatch, start: float, end: float, outcome: StepOutcome, seen: RankStep) -> ArmStep:
+    starts, ends, ranks = zip(*_all_ranks((start, end, seen)), strict=True)
+    return ArmStep(ms=1e3 * (max(ends) - min(starts)), outcome=outcome, ranks=list(ranks), lengths=lengths_of(minibatch))
 
 
 def _on_demand(recorder: SpanRecorder, busy_ms: float, samples: Sequence[int]) -> RankStep:

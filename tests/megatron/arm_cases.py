@@ -43,9 +43,9 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_arm(name: str, **changed: Any) -> Arm:
+def make_arm(name: str, device: torch.device = CPU, **changed: Any) -> Arm:
     """On all ranks of the process group."""
-    arm = Arm({**PARAMS, **changed}, parse_odc(ARMS[name]), VOCAB, init_device_mesh("cpu", (dist.get_world_size(),)), CPU)
+    arm = Arm({**PARAMS, **changed}, parse_odc(ARMS[name]), VOCAB, init_device_mesh(device.type, (dist.get_world_size(),)), device)
     assert arm.name == name
     return arm
 
@@ -59,7 +59,7 @@ def minibatch_of(arm: Arm, step: int, samples: Sequence[Sample]) -> Minibatch:
         max_tokens=CAP,
         world_size=arm.world_size,
         rank=arm.rank,
-        device=CPU,
+        device=next(arm.model.parameters()).device,
         pad_empty_ranks=arm.pad_empty_ranks,
     )
 
@@ -70,8 +70,8 @@ def masked(sample: Sample) -> Sample:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor; a collective."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    """The whole of a sharded tensor, on the CPU; a collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def weights(arm: Arm) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from primus_odc.errors import OdcError, PlanError
 from primus_odc.megatron.arm import StepOutcome
 from primus_odc.report.timeline import SpanRecorder, compute_table, make_timeline
 from tests.megatron.arm_cases import ARMS, PARAMS, Reference, full, make_arm, minibatch_of, weights
-from tests.megatron.gpt_cases import make_samples, relative_error
+from tests.megatron.gpt_cases import CPU, make_samples, relative_error
 from tests.workers import run_workers
 
 WORLD = 2
@@ -22,10 +22,11 @@ MINIBATCHES: tuple[list[Sample], ...] = (
 )
 
 
-def check_arms(rank: int, world_size: int) -> dict[str, list[StepOutcome]]:
+def check_arms(rank: int, world_size: int, device: torch.device = CPU, tolerance: float = 1e-6) -> dict[str, list[StepOutcome]]:
+    """``tolerance``: relative, of losses and of the first step's gradients."""
     outcomes: dict[str, list[StepOutcome]] = {}
     for name in ARMS:
-        arm = make_arm(name)
+        arm = make_arm(name, device)
         reference = Reference(weights(arm))
         outcomes[name] = []
         for step, samples in enumerate(MINIBATCHES):
@@ -33,17 +34,17 @@ def check_arms(rank: int, world_size: int) -> dict[str, list[StepOutcome]]:
             outcome = arm.train_step(minibatch_of(arm, step, samples))
             loss, gradients = reference.step(samples, lr)
             assert outcome.loss is not None and outcome.grad_norm is not None
-            assert abs(outcome.loss - loss) <= 1e-6 * loss, (name, step)
+            assert abs(outcome.loss - loss) <= tolerance * loss, (name, step)
             norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
-            assert abs(outcome.grad_norm - norm) <= 1e-5 * norm, (name, step)
+            assert abs(outcome.grad_norm - norm) <= 10 * tolerance * norm, (name, step)
             if step == 0:
                 # The first moment after one step is (1 - beta1) times the gradient.
                 for parameter, p in arm.model.named_parameters():
                     gradient = full(arm.optimizer.state[p]["exp_avg"]) / (1 - PARAMS["adam_beta1"])
-                    assert relative_error(gradient, gradients[parameter]) <= 1e-6, (name, parameter)
+                    assert relative_error(gradient, gradients[parameter]) <= tolerance, (name, parameter)
             outcomes[name].append(outcome)
         for parameter, trained in weights(arm).items():
-            assert relative_error(trained, reference.weights[parameter]) <= 1e-5, (name, parameter)
+            assert relative_error(trained, reference.weights[parameter]) <= 10 * tolerance, (name, parameter)
         arm.close()
     return outcomes
 
