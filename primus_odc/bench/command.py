@@ -1,4 +1,4 @@
-"""``primus-odc bench primitives | train | published | primus | report``: start ranks on this host, or make tables of a result file."""
+"""``primus-odc bench primitives | train | published | curves | primus | report``: start ranks on this host, or make tables of a file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from primus_odc.bench.markdown import render
 from primus_odc.bench.published import ARMS, BUDGET_S, MINIBATCHES, TABLE, render_published
 from primus_odc.bench.results import load, merge, save
 from primus_odc.bench.shapes import SHAPES
+from primus_odc.bench.summary import BASELINE
 from primus_odc.errors import ConfigError
+from primus_odc.megatron.compare import run_job
 from primus_odc.megatron.local_ranks import run_ranks
+from primus_odc.report.command import ARMS as COMPARED
 from primus_odc.report.machine import describe_command
 
 KIB, MIB = 2**10, 2**20
@@ -73,6 +76,14 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--commit", metavar="TEXT", help="what was measured, where git cannot tell")
     what = "the minibatches of bench train in the real Primus, arm after arm"
     add_primus_arguments(kinds.add_parser("primus", help=what, allow_abbrev=False))
+    curves = kinds.add_parser("curves", help="loss curves of the arms, and whether they are the same", allow_abbrev=False)
+    curves.add_argument("config", type=Path, help="an experiment YAML, for example configs/gpu_curves.yaml")
+    curves.add_argument("--arms", nargs="+", choices=list(COMPARED), default=list(COMPARED), metavar="ARM", help="default: all")
+    curves.add_argument("--steps", type=_positive, metavar="N", help="of every curve (default: train_iters)")
+    curves.add_argument("--assignments", type=_positive, default=3, metavar="N", help="of samples to ranks (default: 3)")
+    curves.add_argument("--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs; on the CPU the smaller of cores and 4)")
+    curves.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes of the YAML's keys")
+    curves.add_argument("--out", required=True, metavar="FILE.json", help="result file; an entry is added to it")
     report = kinds.add_parser("report", help="result files as Markdown", allow_abbrev=False)
     report.add_argument("files", type=Path, nargs="+", metavar="FILE.json", help="runs of one commit and machine are put together")
     report.add_argument("--output", type=Path, metavar="FILE.md", help="default: standard output")
@@ -100,6 +111,9 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.kind == "primus":
         return run_in_primus(args)
     load(Path(args.out))  # rather now than after the measurement
+    if args.kind == "curves":
+        _curves(args)
+        return 0
     with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
         job = _job(args, str(Path(folder) / "store"))
         job.check()
@@ -109,6 +123,27 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.kind == "published":
         _put(render_published(load(Path(args.out))), None)
     return 0
+
+
+def _curves(args: argparse.Namespace) -> None:
+    problems = []
+    if BASELINE not in args.arms:
+        problems.append(f"--arms: {BASELINE} is what the others are judged by; name it too")
+    if args.assignments < 2:
+        problems.append(f"--assignments {args.assignments}: a spread needs at least 2")
+    if problems:
+        raise ConfigError(problems)
+    run_job(
+        args.config,
+        overrides=args.set,
+        arms=args.arms,
+        steps=args.steps,
+        nproc=args.nproc,
+        command=describe_command(sys.argv),
+        result=Path(args.out).absolute(),
+        entry="primus_odc.bench.curves:train_curves",
+        assignments=args.assignments,
+    )
 
 
 def _job(args: argparse.Namespace, store: str) -> Job:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from primus_odc.bench.summary import ArmSummary, PointSummary, Spread, summarise
+from primus_odc.bench.summary import BASELINE, ArmSummary, PointSummary, Spread, summarise
 from primus_odc.report.stats import median, quartiles
+from primus_odc.report.wording import NOISE
 
 _LEGEND = """\
 ms: median over minibatches of the step on the rank where it lasts longest (quartiles). Speed-up: nccl_pad / arm, minibatch by minibatch:
@@ -30,10 +31,12 @@ def render(content: dict[str, Any]) -> str:
         for settings in _unique([point.settings for point in points]):
             of_these = [point for point in points if point.settings == settings]
             parts += [f"### {settings['shape']}, {settings['world_size']} ranks", "", _told(settings), "", _table(of_these), ""]
-            parts += [_details(of_these), ""]
+            parts += [_details(of_these), "", *_level(of_these)]
         for entry in run["entries"]:
             if entry["kind"] == "primitives":
                 parts += [_primitives(entry), ""]
+            elif entry["kind"] == "curves":
+                parts += [_curves(entry), ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -97,6 +100,30 @@ def _details(points: Sequence[PointSummary]) -> str:
     fits = [point.fit_error for point in points if point.fit_error is not None]
     told = f"\n\nThe fit behind the idle column meets ideal's microbatch times to {100 * max(fits):.1f} % (median)." if fits else ""
     return table(["cap", "samples/rank", "arm", *columns], rows) + told
+
+
+def _level(points: Sequence[PointSummary]) -> list[str]:
+    """Where on demand gains nothing, said in words."""
+    lines = []
+    for point in points:
+        ratio = next((arm.speedup.median for arm in point.arms if arm.arm == "odc_nopad" and arm.speedup is not None), None)
+        if ratio is not None and abs(ratio - 1.0) <= NOISE:
+            lines.append(
+                f"{point.samples_per_rank} samples a rank, cap {point.cap}: odc_nopad takes as long as {BASELINE} (ratio {ratio:.3f}); "
+                "there collectives do as well."
+            )
+    return ["\n".join(lines), ""] if lines else []
+
+
+def _curves(entry: dict[str, Any]) -> str:
+    header = ["arm", f"farthest from {BASELINE}", f"spread of {BASELINE}", "within", "loss at the end"]
+    rows = [
+        [v["arm"], f"{v['farthest']:.2e}", f"{v['spread']:.2e}", "yes" if v["within"] else "NO", f"{v['final']:.4f}"]
+        for v in entry["verdicts"]
+    ]
+    curves = entry["losses"][BASELINE]
+    title = f"### Loss curves, {entry['world_size']} ranks, {entry['device']}: {len(curves[0])} steps, {len(curves)} assignments of samples"
+    return f"{title}\n\n{table(header, rows)}"
 
 
 def _primitives(entry: dict[str, Any]) -> str:

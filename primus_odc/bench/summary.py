@@ -158,7 +158,10 @@ def _arm(
     assert ms is not None
     ranks = [rank for entry in memory for rank in entry]
     hidden = [
-        rank["bytes_hidden"] / rank["bytes_reduced"] for _, rank in rows if rank["bytes_hidden"] is not None and rank["bytes_reduced"]
+        # Files of an older version have what was reduced instead: the same, except in ``owner`` mode.
+        rank["bytes_hidden"] / settled
+        for _, rank in rows
+        if rank["bytes_hidden"] is not None and (settled := rank.get("bytes_settled") or rank["bytes_reduced"])
     ]
     waits = [[rank["host_wait_ms"] for rank in step["ranks"]] for step in measured.values()] if on_demand else []
     return ArmSummary(

@@ -41,7 +41,7 @@ class Marks:
     end: Any = None
     """On demand the parameters are published too."""
     deliveries: list[tuple[Any, int]] | None = None
-    """On demand, on a GPU: when each group's gradients were there, and the bytes that were pulled for it."""
+    """On demand, on a GPU: when each group's gradients were there, and the bytes of other ranks' in them."""
     grad_norm: torch.Tensor | None = None
     """Before clipping; None in ``ideal``, where every rank has its own gradients."""
 
@@ -64,8 +64,10 @@ class RankStep:
     """Host time inside the engine's waits for peers; None without an engine. A device may have had work meanwhile."""
     bytes_gathered: int | None = None
     bytes_reduced: int | None = None
+    bytes_settled: int | None = None
+    """Gradients of other ranks in this rank's sums: pulled, or (``owner``) pushed by them; None where it is not known."""
     bytes_hidden: int | None = None
-    """Part of ``bytes_reduced`` that was moved before this rank's last backward ended; None where it is not known."""
+    """Part of ``bytes_settled`` in the sums that were complete before this rank's last backward ended; None where it is not known."""
 
 
 class Runner:
@@ -216,6 +218,7 @@ def visit(runner: Runner, minibatches: Sequence[BenchMinibatch], clock: Clock) -
             step.host_wait_ms = 1e3 * sum(stats["waited_s"].values())
             step.bytes_gathered, step.bytes_reduced = stats["bytes_gathered"], stats["bytes_reduced"]
             if marks.deliveries is not None:
+                step.bytes_settled = sum(size for _, size in marks.deliveries)
                 step.bytes_hidden = sum(size for event, size in marks.deliveries if clock.ms(begin, event) <= step.computed_at)
         before_ms = end_ms
         steps.append(step)

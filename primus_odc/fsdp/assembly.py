@@ -13,8 +13,9 @@ from primus_odc.fsdp.mesh import Mesh
 from primus_odc.primitives.node_plane import TwoLevelPlane
 from primus_odc.primitives.nodes import Across
 from primus_odc.primitives.plane import ArenaPlane, Fill
-from primus_odc.primitives.protocol import RankProtocol, Topology
+from primus_odc.primitives.protocol import RankProtocol
 from primus_odc.primitives.spec import GroupSpec, memory_bytes, plan_arena, word_counts
+from primus_odc.primitives.topology import Topology
 from primus_odc.primitives.two_level import TwoLevelProtocol
 from primus_odc.symmetric.heap import SymmetricHeap
 from primus_odc.symmetric.symm_mem import DeviceMemory

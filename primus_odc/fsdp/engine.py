@@ -38,8 +38,8 @@ from primus_odc.fsdp.norm import clip, global_norm
 from primus_odc.fsdp.probe import Unit, find_units
 from primus_odc.fsdp.reduce import ScatterAccumulate, Zeros
 from primus_odc.fsdp.verify import ReferenceCheck
-from primus_odc.primitives.contribution import Contribution, split_pieces
-from primus_odc.primitives.driver import ProgressThread, run
+from primus_odc.primitives.contribution import Contribution
+from primus_odc.primitives.driver import ProgressThread, push, push_kept, run
 from primus_odc.primitives.plane import Fill
 from primus_odc.primitives.protocol import State
 from primus_odc.primitives.spec import layout_digest
@@ -96,7 +96,7 @@ class Engine:
                 self._mesh,
                 [u.spec for u in self._units],
                 self._device,
-                read_shard_of=lambda g, i: self._units[g].slots[i].sharded().to_local().detach(),
+                read_shard_of=lambda g, i: self._units[g].slots[i].sharded().to_local(),
                 reshard=self._reshard_for_optimizer,
                 deliver=self._deliver,
             )
@@ -111,11 +111,12 @@ class Engine:
         self._edits = EditCheck(self._mesh.names[self._mesh.rank], [s.name for s in specs], self._plane.lanes, self._device)
         self._begun = self._plane.lanes.event()
         self._caller: Any = self._plane.lanes.current()
-        sink = Zeros(max(s.grad_numel for s in specs))
-        self._reducers = [ScatterAccumulate(self, g, unit, sink) for g, unit in enumerate(self._units)]
+        zeros = Zeros(specs, self._device)
+        self._reducers = [ScatterAccumulate(self, g, unit, zeros) for g, unit in enumerate(self._units)]
         self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
         take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)
         self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)
+        self._norms = 0
         self._stats: dict[str, Any] = self.totals()
         _ATTACHED.add(model)
         self._log()
@@ -146,6 +147,7 @@ class Engine:
                 self._reference.begin()
             self._tracker.begin(num_microbatches)
             self._plane.lanes.record(self._begun)
+            self._plane.lanes.compute_here()
             self._stats = self.totals()
             if num_microbatches == 0:
                 for g in range(len(self._units)):
@@ -175,8 +177,10 @@ class Engine:
                 self._declare(g)
             lanes = self._plane.lanes
             self._caller = lanes.current()
+            push_kept(self._heap, self._protocol, self._plane)
             # Not behind the caller's stream, which is still busy with backward: only behind what the optimizer did to .grad.
-            with lanes.on(lanes.settle, after_current=self.choices.accumulate == "owner"):
+            eager = self._progress.eager() if self._progress is not None else contextlib.nullcontext()
+            with eager, lanes.on(lanes.settle, after_current=False):
                 lanes.wait(self._begun)
                 run(self._heap, self._protocol.settle(self._heap.words.read))
                 self._edits.fetch()
@@ -190,6 +194,9 @@ class Engine:
         """
         with self._guard("publish of all groups"):
             self._caller = self._plane.lanes.current()
+            if self._protocol.state is not State.ACTIVE:
+                self._reshard()
+                self._plane.publisher.look_up()
             before = self._moved()
             run(self._heap, self._protocol.publish())
             self._published = {key: value - before[key] for key, value in self._moved().items()}
@@ -223,6 +230,7 @@ class Engine:
                     "first; norms and clipping belong between settle() and zero_grad()"
                 )
             operation = f"grad_norm of all groups (epoch {epoch})"
+            self._norms += 1
             return global_norm(self._gradients, self._mesh, self._heap, self._protocol, norm_type, operation)
 
     @property
@@ -232,9 +240,12 @@ class Engine:
 
     def totals(self) -> dict[str, Any]:
         """Since attach: ``waited_s`` (seconds by operation); bytes this rank moved, ``bytes_gathered`` of parameters and ``bytes_reduced``
-        of gradients; how many of both it put into other nodes, ``bytes_across_nodes``, and with how many signals, ``signals_across_nodes``.
+        of gradients; how many of both it put into other nodes, ``bytes_across_nodes``, and with how many signals, ``signals_across_nodes``;
+        ``sums_kept``: how often (``owner``) an owner had no free slot, so that gradients for it were added up here first; ``collectives``:
+        the engine's own, of gradient norms on devices (``verify: reference`` has more).
         """
-        return {"waited_s": dict(self._heap.waited_s), **self._moved()}
+        counted = {"sums_kept": self._protocol.pushes.sums_kept, "collectives": self._norms if self._device.type != "cpu" else 0}
+        return {"waited_s": dict(self._heap.waited_s), **self._moved(), **counted}
 
     def _moved(self) -> dict[str, int]:
         plane = self._plane
@@ -246,12 +257,8 @@ class Engine:
         rank's ``microbatches``."""
         now, before = self.totals(), self._stats
         waited = {k: v - before["waited_s"].get(k, 0.0) for k, v in now["waited_s"].items()}
-        return {
-            "epoch": self._protocol.epoch,
-            "microbatches": self._tracker.microbatches,
-            "waited_s": waited,
-            **{key: now[key] - before[key] + published for key, published in self._published.items()},
-        }
+        counted = {k: now[k] - before[k] + self._published.get(k, 0) for k in now if k != "waited_s"}
+        return {"epoch": self._protocol.epoch, "microbatches": self._tracker.microbatches, "waited_s": waited, **counted}
 
     def time_settle(self) -> list[tuple[Any, int]]:
         """A list that the next settle fills: for every group a timing event (on a device) at its delivery, and the bytes pulled for it."""
@@ -284,11 +291,10 @@ class Engine:
         ``own`` is FSDP2's copy of this rank's shard (bytes); None when every owner's shard, this rank's included, has to be read.
         """
         name = self._units[group].spec.name
-        with self._guard(f"gather of group {name}"):
-            if own is not None and self._protocol.state is not State.SETTLED:
+        with self._guard(f"gather of group {name}"), self._plane.lanes.gathering():
+            run(self._heap, self._protocol.gather(group, into, own=own is None))
+            if own is not None:  # beside the copies
                 self._edits.compare(group, own, self._plane.own_shard(group), self._protocol.epoch)
-            with self._plane.lanes.gathering():
-                run(self._heap, self._protocol.gather(group, into, own=own is None))
 
     def reduce(self, group: int, contribution: Contribution) -> None:
         """Called by FSDP2 through :class:`ScatterAccumulate`: take the gradients of one backward of ``group``."""
@@ -300,12 +306,7 @@ class Engine:
             if self.choices.accumulate == "local":
                 run(self._heap, self._protocol.reduce_local(group, contribution))
             else:
-                limit = self._plane.max_piece_numel(contribution.rows.dtype)
-                for row, owner in enumerate(self._mesh.peers):
-                    pieces = [(owner, piece) for piece in split_pieces(spec, contribution, row, limit)]
-                    own = owner == self._mesh.rank
-                    with contextlib.nullcontext() if own else self._plane.lanes.pushing(owner):
-                        run(self._heap, self._protocol.reduce_owner(group, pieces))
+                push(self._heap, self._protocol, self._plane, group, contribution)
             if spec.shards > 1:  # in a shard group of one, gradients come parameter by parameter: complete at settle
                 self._tracker.reduced(group)
 

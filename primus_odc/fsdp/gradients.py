@@ -19,9 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from primus_odc.errors import ProtocolError, UnsupportedModelError
 from primus_odc.fsdp.probe import Unit
+from primus_odc.primitives.spec import cast_nbytes
 
 _ROW = 4096
 """Elements whose norm is taken in one piece."""
+_PART = 1 << 24
+"""Elements that are scaled in one piece."""
 
 
 class GradientStore:
@@ -36,7 +39,7 @@ class GradientStore:
             sizes[u.spec.grad_dtype] = starts[-1] + u.spec.grad_numel
         self._device = units[0].slots[0].sharded().to_local().device
         self.flat = {dtype: torch.zeros(numel, dtype=dtype, device=self._device) for dtype, numel in sizes.items()}
-        self._scratch = torch.empty(max(u.spec.grad_nbytes for u in units), dtype=torch.uint8, device=self._device)
+        self._scratch = torch.empty(cast_nbytes([u.spec for u in units]), dtype=torch.uint8, device=self._device)
         self._groups = [self.flat[u.spec.grad_dtype][start : start + u.spec.grad_numel] for u, start in zip(units, starts, strict=True)]
         self._grads: list[dict[int, DTensor]] = [self._views(u, flat) for u, flat in zip(units, self._groups, strict=True)]
         self._sharded: list[dict[int, DTensor]] = [{} for _ in units]
@@ -126,7 +129,10 @@ class GradientStore:
 
     def _filled(self, group: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
         spec = self._units[group].spec
-        total = self._scratch[: spec.grad_nbytes].view(spec.sum_dtype)
+        if spec.grad_dtype == spec.sum_dtype:  # gradients are added to what was not zeroed
+            total = torch.empty(spec.grad_numel, dtype=spec.sum_dtype, device=self._device)
+        else:
+            total = self._scratch[: spec.grad_nbytes].view(spec.sum_dtype)
         fill(total)
         return total
 
@@ -140,15 +146,15 @@ class GradientStore:
         return rows.max() if math.isinf(norm_type) else rows.pow(norm_type).sum()
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply every gradient by ``factor`` (0-dim)."""
-        self._require_ours()
+        """Multiply every gradient by ``factor`` (0-dim), which was made from :meth:`local_power_sum`."""
         for flat in self.flat.values():
-            flat.mul_(factor.to(flat.dtype))  # a factor of another dtype takes a slow path on devices
+            # On devices a factor of another dtype takes a slow path, and so does a number in device memory times one large tensor.
+            torch._foreach_mul_(flat.split(_PART), factor.to(flat.dtype))
 
     def _require_no_other_hook(self, name: str, parameter: torch.Tensor) -> None:
         # A private attribute, present in all tested versions and read only: torch has no public way to ask.
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        if set(hooks) - self._hook_ids:
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks and not self._hook_ids.issuperset(hooks):
             raise UnsupportedModelError(
                 f"parameter {name} has a hook of register_post_accumulate_grad_hook (an optimizer step or a norm inside backward?): on "
                 "demand its gradient is complete only after settle(), and the hook would see zeros. Remove it; do its work after settle()"

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from primus_odc.errors import ProtocolError
 from primus_odc.primitives.contribution import Contribution
+from primus_odc.primitives.spec import GroupSpec
 
 if TYPE_CHECKING:
     from primus_odc.fsdp.engine import Engine
@@ -31,23 +32,23 @@ if TYPE_CHECKING:
 
 
 class Zeros:
-    """One buffer of zeros for all units, as long as the largest: what FSDP2 takes for reduced results, and nobody writes."""
+    """What FSDP2 takes for reduced results, and nobody writes: for each dtype of gradients as many zeros as its largest unit needs."""
 
-    def __init__(self, numel: int) -> None:
-        self._numel = numel
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+    def __init__(self, groups: Sequence[GroupSpec], device: torch.device) -> None:
+        sizes: dict[torch.dtype, int] = {}
+        for group in groups:
+            sizes[group.grad_dtype] = max(group.grad_numel, sizes.get(group.grad_dtype, 0))
+        self._buffers = {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in sizes.items()}
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The first ``numel`` of them."""
-        if dtype not in self._buffers:
-            self._buffers[dtype] = torch.zeros(self._numel, dtype=dtype, device=device)
-        return self._buffers[dtype][:numel]
+    def of(self, group: GroupSpec) -> torch.Tensor:
+        """``[grad_numel]`` in the dtype of the group's ``.grad``."""
+        return self._buffers[group.grad_dtype][: group.grad_numel]
 
 
 class ScatterAccumulate:
     """Implements torch's ``ReduceScatter`` interface (``FSDPModule.set_custom_reduce_scatter``), duck-typed."""
 
-    def __init__(self, engine: Engine, group: int, unit: Unit, sink: Zeros) -> None:
+    def __init__(self, engine: Engine, group: int, unit: Unit, zeros: Zeros) -> None:
         self._engine = engine
         self._group = group
         self._spec = unit.spec
@@ -55,7 +56,7 @@ class ScatterAccumulate:
         self._trainable = tuple(i for i, p in enumerate(unit.spec.params) if p.trainable)
         self._arrived: set[int] = set()
         self._expects_output = False
-        self._sink = sink
+        self._zeros = zeros
         self.handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._hook(i))
             for i, parameter in enumerate(unit.unsharded)
@@ -86,8 +87,9 @@ class ScatterAccumulate:
         if not self._expects_output:
             self._expects_output = True
             return torch.empty(numel, dtype=dtype, device=device)
-        # The unit's full size whatever this reduction holds: HSDP's partial sums of two reductions must have one size.
-        return self._sink.take(self._spec.grad_numel, dtype, device)
+        # The unit's full size whatever this reduction holds: HSDP's partial sums of two reductions must have one size. In the parameters'
+        # dtype, not the reduction's, to which FSDP2 would have to cast them for every unit of every microbatch.
+        return self._zeros.of(self._spec)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

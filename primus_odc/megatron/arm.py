@@ -81,6 +81,8 @@ class StepOutcome:
     """Parameters this rank received from others."""
     bytes_reduced: int
     """Gradients this rank moved: sent in collectives, pulled or pushed on demand."""
+    collectives: int | None
+    """Between the beginning and the end of the step, FSDP2's, the engine's and this trainer's; None where FSDP2's are not counted."""
 
 
 class Arm:
@@ -117,8 +119,12 @@ class Arm:
         self._clip_grad = float(params.get("clip_grad", 1.0))
         self.meter = Meter(device)
         self._warned_masked = False
+        self._own_collectives = 0
         on_demand = comm.arm.startswith("odc")
-        self.model = shard_gpt(build_gpt(params, vocab_size, device=device), mesh, mixed_precision(params, on_demand=on_demand))
+        # On a GPU the head's gradient is on its way while the blocks' are made; on a CPU nothing would be gained.
+        self.model = shard_gpt(
+            build_gpt(params, vocab_size, device=device), mesh, mixed_precision(params, on_demand=on_demand), separate_head=self.on_gpu
+        )
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.optimizer = build_optimizer(self.model, params, lasting_gradients=on_demand)
         self.scheduler = build_scheduler(self.optimizer, params)
@@ -135,7 +141,7 @@ class Arm:
 
     @property
     def num_units(self) -> int:
-        """FSDP2 units: one a block and the root."""
+        """FSDP2 units: one a block, the root, and on GPUs the head."""
         return len(self._modules)
 
     @property
@@ -155,7 +161,7 @@ class Arm:
             OdcError: loss or gradient norm are not finite.
         """
         start = time.perf_counter()
-        gathered, reduced = self._bytes()
+        (gathered, reduced), collectives = self._bytes(), self._count()
         learning_rate = self.learning_rate
         loss = grad_norm = None
         waited: tuple[float, ...] = (0.0,) * self.world_size
@@ -181,6 +187,7 @@ class Arm:
             tokens=minibatch.tokens,
             bytes_gathered=gathered_now - gathered,
             bytes_reduced=reduced_now - reduced,
+            collectives=self._count() - collectives if self.engine is not None or self.meter.time_collectives else None,
         )
 
     def evaluate(self, minibatches: Sequence[Minibatch]) -> float:
@@ -313,6 +320,7 @@ class Arm:
         """``mine`` (``[n]``) of every rank, in rank order: ``[ranks, n]``; a collective."""
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(parts, mine)
+        self._own_collectives += 1
         return torch.stack(parts)
 
     def _clip(self) -> torch.Tensor:
@@ -321,9 +329,16 @@ class Arm:
         if self.engine is not None:
             return self.engine.clip_grad_norm_(limit)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not isinstance(norm, DTensor):
+            return norm
+        self._own_collectives += 1
+        return norm.full_tensor()
 
     def _bytes(self) -> tuple[int, int]:
         if self.engine is None:
             return self.meter.bytes_gathered, self.meter.bytes_reduced
         return self.engine.bytes_moved()
+
+    def _count(self) -> int:
+        """Collectives so far."""
+        return self._own_collectives + self.meter.collectives_timed + (self.engine.collectives() if self.engine is not None else 0)

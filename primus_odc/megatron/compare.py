@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from primus_odc.config import parse_odc
 from primus_odc.errors import ConfigError
@@ -45,8 +46,27 @@ def run_comparison(
         ConfigError: wrong keys, or ranks started by somebody else.
         OdcError: a rank failed; the message holds what it said.
     """
+    with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
+        result = Path(folder) / "result.json"
+        run_job(config, overrides=overrides, arms=arms, steps=steps, nproc=nproc, command=command, result=result)
+        return ComparisonResult.read(result)
+
+
+def run_job(
+    config: Path,
+    *,
+    overrides: Sequence[str],
+    arms: Sequence[str],
+    steps: int | None,
+    nproc: int | None,
+    command: str,
+    result: Path,
+    **rest: Any,
+) -> None:
+    """Start the ranks and wait for them; rank 0 writes ``result``. ``rest``: further fields of :class:`Job`; else as
+    :func:`run_comparison`."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise ConfigError(["compare starts its ranks itself: run it without torchrun, and say how many ranks with --nproc"])
+        raise ConfigError(["this command starts its ranks itself: run it without torchrun, and say how many ranks with --nproc"])
     experiment = load_experiment(config, list(overrides))
     params = normalise(experiment.params)
     require_checked(experiment, arm_params(params, arms[0]))
@@ -62,14 +82,14 @@ def run_comparison(
             world_size=world_size,
             on_gpus=on_gpus,
             store=str(Path(folder) / "store"),
-            result=str(Path(folder) / "result.json"),
+            result=str(result),
             command=command,
+            **rest,
         )
         file = Path(folder) / "job.json"
         job.write(file)
         # A rank that waits for another one says so itself, after timeout_s; longer silence means that none can.
         run_ranks(WORKER, [str(file)], world_size, silence_s=2 * timeout_s, progress=_show)
-        return ComparisonResult.read(Path(job.result))
 
 
 def _gpus(nproc: int | None) -> int:

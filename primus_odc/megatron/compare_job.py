@@ -33,6 +33,10 @@ class Job:
     """File that rank 0 writes the result to."""
     command: str
     """The command line, for the report."""
+    entry: str = "primus_odc.megatron.compare_rank:compare"
+    """``module:function`` that every rank calls with the job and its device."""
+    assignments: int = 1
+    """Of samples to ranks; for loss curves."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")

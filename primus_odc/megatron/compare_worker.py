@@ -52,7 +52,8 @@ def _run(rank: int, job: Job) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    importlib.import_module("primus_odc.megatron.compare_rank").compare(job, device)
+    module, _, function = job.entry.partition(":")
+    getattr(importlib.import_module(module), function)(job, device)
     dist.barrier()
 
 

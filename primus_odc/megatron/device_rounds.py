@@ -90,7 +90,7 @@ def predict_compute(rounds: Sequence[Round]) -> list[Round]:
             ranks.append(
                 replace(
                     seen,
-                    busy_ms=worked + seen.optimizer_ms,
+                    busy_ms=min(step.ms, worked + seen.optimizer_ms),
                     microbatch_ms=ms,
                     communication_ms=seen.communication_ms + rest,
                 )

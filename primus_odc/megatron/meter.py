@@ -44,6 +44,7 @@ class Meter:
         device_spans: on a GPU, while it is a list, gets the spans of the computing stream.
         bytes_gathered: bytes of parameters received in collectives; only grows.
         bytes_reduced: bytes of gradients sent in collectives; only grows.
+        collectives_timed: how many of FSDP2's were timed; only grows.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -57,6 +58,7 @@ class Meter:
         self.exposed_cpu_s = 0.0
         self.bytes_gathered = 0
         self.bytes_reduced = 0
+        self.collectives_timed = 0
         self._inside = False
 
     @property
@@ -121,6 +123,7 @@ class Meter:
     def _gather(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.bytes_gathered += output_tensor.nbytes - input_tensor.nbytes
+            self.collectives_timed += 1
             with self.span("communication", label="all-gather"):
                 return function(output_tensor, input_tensor, *args, **kwargs)
 
@@ -129,6 +132,7 @@ class Meter:
     def _reduction(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.bytes_reduced += input.nbytes - output.nbytes
+            self.collectives_timed += 1
             with self.span("communication", label="reduce-scatter"):
                 return function(output, input, *args, **kwargs)
 

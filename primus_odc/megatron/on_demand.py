@@ -62,6 +62,10 @@ class MeteredEngine(Engine):
         totals = self.totals()
         return totals["bytes_gathered"], totals["bytes_reduced"]
 
+    def collectives(self) -> int:
+        """The engine's own since it was made."""
+        return int(self.totals()["collectives"])
+
     def _waited_s(self) -> float:
         waited: float = sum(self.totals()["waited_s"].values())
         return waited

@@ -210,6 +210,7 @@ def _record(outcome: StepOutcome) -> StepRecord:
         microbatches=list(outcome.counts),
         waited_s=list(outcome.waited_s),
         skipped=outcome.skipped,
+        collectives=outcome.collectives,
         learning_rate=None if outcome.skipped else outcome.learning_rate,
     )
 

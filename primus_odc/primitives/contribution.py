@@ -7,12 +7,13 @@ into the full, static layout of the group here, once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from primus_odc.primitives.spec import GroupSpec
+from primus_odc.primitives.sums import add_into
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ class UnshardedSum:
     nothing. Nothing is cleared up front, so an epoch costs no pass over memory that a microbatch will overwrite anyway.
     """
 
-    def __init__(self, group: GroupSpec, buffer: torch.Tensor) -> None:
+    def __init__(self, group: GroupSpec, buffer: torch.Tensor, alone: Callable[[], bool] = lambda: False) -> None:
+        """``alone``: whether nothing is computed beside an addition that is made now."""
         self.group = group
         self.buffer = buffer
+        self._alone = alone
         self._written: set[int] = set()
         self._all = tuple(i for i, _ in group.trainable())
 
@@ -67,10 +70,7 @@ class UnshardedSum:
 
     def _apply(self, rows: torch.Tensor, full: int, row: int, numel: int, fresh: bool) -> None:
         target, source = self.buffer[:, full : full + numel], rows[:, row : row + numel]
-        if fresh:
-            target.copy_(source)
-        else:
-            target.add_(source)
+        add_into(target, source, fresh=fresh, alone=self._alone())
 
     def complete(self) -> None:
         """Zero the parameters that received nothing since :meth:`reset`."""

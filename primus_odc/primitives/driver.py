@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
+from primus_odc.primitives.contribution import Contribution, split_pieces
+from primus_odc.primitives.effects import Do, Effect, Send, Wait
 from primus_odc.primitives.lanes import Lanes
-from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Send, Wait
+from primus_odc.primitives.plane import ArenaPlane
+from primus_odc.primitives.protocol import RankProtocol
 from primus_odc.symmetric.heap import SymmetricHeap
 
 PROGRESS_S = 0.001
+EAGER_S = 0.00005
+"""While this rank settles on a device: what arrives last is on everybody's critical path, and the host has nothing else to do."""
 
 
 def run(heap: SymmetricHeap, steps: Iterable[Effect]) -> None:
@@ -30,6 +36,25 @@ def run(heap: SymmetricHeap, steps: Iterable[Effect]) -> None:
             heap.store(effect.word, effect.value, effect.index)
 
 
+def push(heap: SymmetricHeap, protocol: RankProtocol, plane: ArenaPlane, group: int, contribution: Contribution) -> None:
+    """(owner mode) Hand one reduction's gradients to the owners, each owner's on a stream of its own; waits for nobody."""
+    limit = plane.max_piece_numel(contribution.rows.dtype)
+    with plane.lanes.pushing():
+        for row, owner in enumerate(protocol.t.peers):
+            pieces = [(owner, piece) for piece in split_pieces(plane.groups[group], contribution, row, limit)]
+            with nullcontext() if owner == heap.rank else plane.lanes.push_to(owner):
+                run(heap, protocol.reduce_owner(group, pieces, heap.words.read))
+
+
+def push_kept(heap: SymmetricHeap, protocol: RankProtocol, plane: ArenaPlane) -> None:
+    """(owner mode) Push what found no slot before; waits for slots."""
+    if protocol.pushes.keeps():
+        with plane.lanes.pushing():
+            for owner in protocol.pushes.owners:
+                with plane.lanes.push_to(owner):
+                    run(heap, protocol.pushes.push_kept(owner, protocol.epoch, heap.words.read, wait=True))
+
+
 class ProgressThread:
     """(owner mode) Adds arrivals and returns credits while the owner computes, so that no source waits for the owner's own progress.
 
@@ -41,6 +66,7 @@ class ProgressThread:
         self._heap = heap
         self._protocol = protocol
         self._error: BaseException | None = None
+        self.interval_s = PROGRESS_S
         self._sources = [r for r in protocol.t.peers if r != heap.rank]
         stopping = threading.Event()
         self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), lanes, stopping), name="primus-odc-progress", daemon=True)
@@ -59,6 +85,16 @@ class ProgressThread:
             self._heap.abort(str(error))
             raise
 
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Look for arrivals more often, where the arena is on a device."""
+        if self._heap.device.type != "cpu":
+            self.interval_s = EAGER_S
+        try:
+            yield
+        finally:
+            self.interval_s = PROGRESS_S
+
     def check(self) -> None:
         """Raise what ended the thread, if anything did."""
         if self._error is not None:
@@ -71,10 +107,12 @@ class ProgressThread:
 
 def _serve(reference: weakref.ref[ProgressThread], lanes: Lanes, stopping: threading.Event) -> None:
     with lanes.serving():
-        while not stopping.wait(PROGRESS_S):
+        interval_s = PROGRESS_S
+        while not stopping.wait(interval_s):
             progress = reference()
             if progress is None:
                 return
+            interval_s = progress.interval_s
             try:
                 progress.serve()
             except BaseException:  # noqa: BLE001  # kept and told by ProgressThread.serve

@@ -21,6 +21,7 @@ class Lanes:
     Attributes:
         settle: peers' gradients are pulled and summed here while backward runs.
         arrivals: (owner mode) pushed pieces are added here; never behind work of this rank's own microbatch, or credits would wait for it.
+            Of high priority: a kernel of backward may run for milliseconds, and what is added here takes a small part of the device.
     """
 
     def __init__(self, device: torch.device, ranks: int, pushes: bool) -> None:
@@ -29,16 +30,19 @@ class Lanes:
         self.settle = self._stream()
         self._gathers = [self._stream() for _ in range(min(GATHER_STREAMS, max(1, ranks - 1)))]
         self._next_gather = 0
+        self._compute: Any = None
         self._gathered = self.event()
         self._fork: Any = None
         self._used: list[Any] = []
         self._pushed = self.event()
+        self._fork_of_pushes: Any = None
+        self._pushing: list[Any] = []
         if pushes:
-            self.arrivals = self._stream()
+            self.arrivals = self._stream(priority=-1)
             self._pushes = [self._stream() for _ in range(ranks)]
 
-    def _stream(self) -> Any:
-        return self._module.Stream(self._device) if self._device.type != "cpu" else self._module.Stream()
+    def _stream(self, priority: int = 0) -> Any:
+        return self._module.Stream(self._device, priority=priority) if self._device.type != "cpu" else self._module.Stream()
 
     def event(self) -> Any:
         """A new event without timing."""
@@ -49,6 +53,14 @@ class Lanes:
         event = self._module.Event(enable_timing=True) if self._device.type != "cpu" else self._module.Event()
         self.record(event)
         return event
+
+    def compute_here(self) -> None:
+        """The current stream is the one the model computes in."""
+        self._compute = self.current()
+
+    def compute_is_over(self) -> bool:
+        """Whether the device has done what the host has given to that stream so far."""
+        return self._compute is None or self._device.type == "cpu" or bool(self._compute.query())
 
     def record(self, event: Any) -> None:
         """``event`` is over when everything given to the current stream so far is."""
@@ -97,12 +109,27 @@ class Lanes:
             yield
 
     @contextmanager
-    def pushing(self, owner: int) -> Iterator[None]:
-        """Around the pushes to one owner, which read memory of the current stream."""
-        with self.on(self._pushes[owner]):
+    def pushing(self) -> Iterator[None]:
+        """Around the pushes of one reduction: they fork from the current stream, whose memory they read, one stream for each owner, and
+        join it again."""
+        self._fork_of_pushes = self.event()
+        self.record(self._fork_of_pushes)
+        try:
             yield
-        self.join(self._pushes[owner])
-        self.record(self._pushed)
+        finally:
+            for stream in self._pushing:
+                self.join(stream)
+            self._pushing.clear()
+            self.record(self._pushed)
+
+    @contextmanager
+    def push_to(self, owner: int) -> Iterator[None]:
+        """The pushes to one owner inside :meth:`pushing`."""
+        stream = self._pushes[owner]
+        stream.wait_event(self._fork_of_pushes)
+        self._pushing.append(stream)
+        with self._module.stream(stream):
+            yield
 
     @contextmanager
     def serving(self) -> Iterator[None]:

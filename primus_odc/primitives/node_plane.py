@@ -12,9 +12,9 @@ import torch
 
 from primus_odc.primitives.checksum import check, checksum
 from primus_odc.primitives.plane import ArenaPlane, Fill
-from primus_odc.primitives.protocol import Topology
 from primus_odc.primitives.spec import CHECKSUM_BYTES, GroupSpec
 from primus_odc.primitives.sums import make_sum
+from primus_odc.primitives.topology import Topology
 from primus_odc.symmetric.arena import Region
 from primus_odc.symmetric.heap import SymmetricHeap
 

@@ -9,13 +9,14 @@ those streams (:meth:`SymmetricHeap.store`). Who runs where:
 * publishing, completing groups without a gradient: the caller's stream;
 * gathers: side streams between two points of FSDP2's own all-gather stream;
 * accumulation, own pieces: FSDP2's reduce-scatter stream, in which the gradients were made;
-* pulls, sums, ``.grad``: the settle stream, which waits for events of this device only;
+* pulls, sums, ``.grad``: the settle stream, which waits for events of this device only, not for the end of backward;
 * (owner mode) pushes: one stream per owner; arrivals: a stream of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from primus_odc.errors import ProtocolError
 from primus_odc.primitives.checksum import check, checksum
 from primus_odc.primitives.contribution import Contribution, UnshardedSum
 from primus_odc.primitives.lanes import Lanes
-from primus_odc.primitives.protocol import Topology
+from primus_odc.primitives.publisher import Publisher
 from primus_odc.primitives.spec import PIECE_DTYPES, PIECE_WORDS, GroupSpec, piece_bytes
-from primus_odc.primitives.sums import make_sum
+from primus_odc.primitives.sums import add_into, make_sum
+from primus_odc.primitives.topology import Topology
 from primus_odc.symmetric.heap import SymmetricHeap
 
 Piece = tuple[int, torch.Tensor]
@@ -55,7 +57,8 @@ class ArenaPlane:
     Attributes:
         bytes_gathered, bytes_reduced: bytes of shards and of gradients that this rank moved; only grow.
         bytes_across: those of them that it put into other nodes.
-        deliveries: None; a list that whoever measures puts here gets, for every group delivered, a timing event and the bytes pulled.
+        deliveries: None; a list that whoever measures puts here gets, for every group delivered, a timing event and the
+            bytes of other ranks' gradients in it.
     """
 
     def __init__(
@@ -80,7 +83,6 @@ class ArenaPlane:
         self.bytes_reduced = 0
         self.bytes_across = 0
         self.reshard = reshard
-        self._read_shard_of = read_shard_of
         self._deliver = deliver
         self._shard_of = {rank: shard for shard, rank in enumerate(topology.peers)}
         self._shard = self._shard_of[topology.rank]
@@ -93,15 +95,18 @@ class ArenaPlane:
             else []
             for r in range(topology.ranks)
         ]
+        self.publisher = Publisher(groups, self._shards[topology.rank], read_shard_of)
         self._mode = mode
         read = topology.near if mode == "local" else topology.replicas
         self._grads = [[self._gradients(r, g) if r in read else torch.empty(0) for g in range(len(groups))] for r in range(topology.ranks)]
         self._accumulated = [self.lanes.event() for _ in groups]
         if mode == "local":
-            self._unsharded = [UnshardedSum(s, self._grads[topology.rank][g]) for g, s in enumerate(groups)]
+            self._unsharded = [UnshardedSum(s, self._grads[topology.rank][g], partial(self._alone, g)) for g, s in enumerate(groups)]
         else:
             self._own = [torch.empty(s.grad_numel, dtype=s.sum_dtype, device=heap.device) for s in groups]
             self._own_epoch = [0] * len(groups)
+            self._kept: dict[tuple[int, int], torch.Tensor] = {}
+            self._arrived_bytes = [0] * len(groups)
         self._arrived_epoch = [0] * len(groups)
         largest = max((s.grad_nbytes for s in groups), default=0)
         self._scratch = torch.empty(largest if verify else 0, dtype=torch.uint8, device=heap.device)
@@ -128,38 +133,27 @@ class ArenaPlane:
             .view(spec.shards if self._mode == "local" else 1, spec.grad_numel)
         )
 
+    def _alone(self, group: int) -> bool:
+        """Whether what is added of ``group`` now has the device to itself: backward ends with the first group, the root's."""
+        return group == 0 or self.lanes.compute_is_over()
+
     def max_piece_numel(self, dtype: torch.dtype) -> int:
         """Elements of ``dtype`` that fit one slot."""
         return self._piece_bytes // dtype.itemsize
 
-    @torch.no_grad()
     def publish_shard(self, group: int, epoch: int) -> None:
-        if self.groups[group].shards == 1:
-            return  # nobody gathers from a shard group of one
-        mine = self._shards[self.t.rank][group]
-        self._copy_shard(group, mine)
-        if self.verify:
-            self.heap.words.put("shard_sum", checksum(mine, epoch), group)
+        self.publisher.add(group)
+        if self.verify or group == len(self.groups) - 1:
+            self.publisher.copy()
+        if self.verify and self.groups[group].shards > 1:
+            self.heap.words.put("shard_sum", checksum(self.own_shard(group), epoch), group)
 
     @torch.no_grad()
     def current_shard(self, group: int) -> torch.Tensor:
         """What this rank would publish of ``group`` now: uint8 ``[shard_nbytes]``, ordinary memory."""
         mine = torch.zeros(self.groups[group].shard_nbytes, dtype=torch.uint8, device=self.heap.device)
-        self._copy_shard(group, mine)
+        self.publisher.copy_to(group, mine)
         return mine
-
-    def _copy_shard(self, group: int, mine: torch.Tensor) -> None:
-        places, values = [], []
-        for i, p in enumerate(self.groups[group].params):
-            local = self._read_shard_of(group, i).reshape(-1)
-            place = mine[p.shard_offset : p.shard_offset + p.local_numel * p.gather_dtype.itemsize]
-            if p.shard_offset % p.gather_dtype.itemsize:  # behind parameters of a narrower dtype
-                place.copy_(local.to(p.gather_dtype).view(torch.uint8))
-            else:
-                places.append(place.view(p.gather_dtype))
-                values.append(local)
-        if places:
-            torch._foreach_copy_(places, values)
 
     def read_shard(self, owner: int, group: int, epoch: int, into: Any) -> None:
         """``into(owner)`` gives ``[(start byte, stop byte, destination)]`` of the owner's shard (see :mod:`primus_odc.fsdp.gather`)."""
@@ -265,13 +259,29 @@ class ArenaPlane:
             self.heap.words.put("piece", value, self._header(owner, slot) + field)
         self.bytes_reduced += gradients.nbytes
 
+    def keep(self, owner: int, entry: int, group: int, piece: Piece) -> None:
+        spec = self.groups[group]
+        fresh = (owner, entry) not in self._kept
+        if fresh:
+            # Made and given up while the stream of this owner's pushes is current, so its memory is not used again too early.
+            self._kept[owner, entry] = torch.empty(spec.grad_numel, dtype=spec.sum_dtype, device=self.heap.device)
+        _add_piece(self._kept[owner, entry], piece, fresh)
+
+    def kept_parts(self, group: int) -> int:
+        spec = self.groups[group]
+        return -(-spec.grad_numel // self.max_piece_numel(spec.sum_dtype))
+
+    def push_kept(self, owner: int, slot: int, group: int, epoch: int, entry: int, part: int) -> None:
+        kept = self._kept[owner, entry]
+        numel = self.max_piece_numel(kept.dtype)
+        self.push(owner, slot, group, epoch, (part * numel, kept[part * numel : (part + 1) * numel]))
+        if part == self.kept_parts(group) - 1:
+            del self._kept[owner, entry]
+
     def add_own(self, group: int, epoch: int, piece: Piece) -> None:
-        offset, gradients = piece
-        own = self._own[group]
-        if self._own_epoch[group] != epoch:  # the first addition of an epoch starts from zero
-            self._own_epoch[group] = epoch
-            own.zero_()
-        own[offset : offset + gradients.numel()].add_(gradients)
+        fresh = self._own_epoch[group] != epoch
+        self._own_epoch[group] = epoch
+        _add_piece(self._own[group], piece, fresh)
         self.lanes.record(self._accumulated[group])
 
     def add_arrival(self, source: int, slot: int, epoch: int) -> None:
@@ -284,11 +294,10 @@ class ArenaPlane:
             what = f"{self._me}: gradients of group {self.groups[group].name} pushed by {self.t.names[source]} (epoch {epoch})"
             gradients = gradients.clone()
             check(gradients, epoch, crc, what)
-        accumulator = self._grads[self.t.rank][group][0]
-        if self._arrived_epoch[group] != epoch:
-            self._arrived_epoch[group] = epoch
-            accumulator.zero_()
-        accumulator[offset : offset + numel].add_(gradients)
+        self._arrived_bytes[group] += gradients.nbytes
+        fresh = self._arrived_epoch[group] != epoch
+        _add_piece(self._grads[self.t.rank][group][0], (offset, gradients), fresh)
+        self._arrived_epoch[group] = epoch
 
     def _header(self, owner: int, slot: int) -> int:
         """First control word, in the source's block, of the header of what it pushed into ``slot`` at ``owner``."""
@@ -303,10 +312,26 @@ class ArenaPlane:
             if self.verify and self._present:
                 total.copy_(self._total(group))
             else:
-                self._sums[group](total, self._present)
+                self._sums[group](total, self._present, alone=self._alone(group))
 
         self._deliver(group, fill)
         if self.deliveries is not None:
-            pulled = 0 if self._apart else sum(self.groups[group].grad_nbytes for source in self._present if source != self.t.rank)
-            self.deliveries.append((self.lanes.timing_mark(), pulled))
+            self.deliveries.append((self.lanes.timing_mark(), self._received_bytes(group)))
+        if self._mode == "owner":
+            self._arrived_bytes[group] = 0
         self._present.clear()
+
+    def _received_bytes(self, group: int) -> int:
+        """Gradients of other ranks in the sum that is delivered now."""
+        arrived = self._arrived_bytes[group] if self._mode == "owner" else 0
+        pulled = 0 if self._apart else sum(self.groups[group].grad_nbytes for source in self._present if source != self.t.rank)
+        return arrived + pulled
+
+
+def _add_piece(total: torch.Tensor, piece: Piece, fresh: bool) -> None:
+    """Add a piece where it belongs; a ``fresh`` total holds nothing yet."""
+    offset, gradients = piece
+    whole = gradients.numel() == total.numel()
+    if fresh and not whole:
+        total.zero_()
+    add_into(total[offset : offset + gradients.numel()], gradients, fresh=fresh and whole)

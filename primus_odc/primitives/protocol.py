@@ -13,9 +13,8 @@ word                 writer  meaning
 ``published``        rank    shards of epoch k are complete in this rank's arena
 ``done``             rank    this rank has finished epoch k: it will gather nothing and pull nothing of k any more
 ``begun``            rank    this rank has begun the minibatch of epoch k; covers no data, only tells calls that do not fit together
-``ready[g]``         source  ``2k + 1``: gradients of group g of epoch k are complete; ``2k``: this rank has none
-``final``            source  (owner mode) everything this rank pushes in epoch k has been pushed
-``summed``           owner   (owner mode) this rank's accumulators of epoch k are complete; replicas of its shards may read them
+``ready[g]``         source  ``2k + 1``: gradients of group g of epoch k are complete, in ``owner`` mode all pushed; ``2k``: there are none
+``summed[g]``        owner   (owner mode) this rank's accumulator of group g is complete for epoch k; replicas of its shard may read it
 ``head[o]``          source  (owner mode) pieces pushed into the ring at owner o so far
 ``tail[s]``          owner   (owner mode) pieces from source s added and their slots free again
 ``normed``           rank    number of scalar exchanges this rank has entered
@@ -33,6 +32,8 @@ Invariants:
 5. Replicas of a shard (HSDP) add the same numbers in the same order, whatever arrived first: in ``owner`` mode sources push inside their
    own shard group only, and the replicas' accumulators are then added in replica order by each of them. Else they would drift apart.
 6. Nobody waits for a peer inside a device stream; every wait is an effect of this file.
+7. (owner mode) A reduction waits for no peer. Where no slot is free at an owner, what belongs there is kept and added up in this rank's own
+   memory until a later call finds one; the last of it is pushed in settle, which may wait. A group is ready when nothing of it is kept.
 
 State of a rank: PUBLISHED (gathers legal: training not begun, evaluation) -> begin -> ACTIVE (gathers and reductions) -> settle ->
 SETTLED (gathers refused: own parameters are about to change) -> publish -> PUBLISHED of the next epoch.
@@ -40,65 +41,14 @@ SETTLED (gathers refused: own parameters are about to change) -> publish -> PUBL
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from primus_odc.errors import ProtocolError
-from primus_odc.primitives.nodes import Nodes
-
-ReadWord = Callable[[int, str, int], int]
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """``word[index]``, which ``rank`` writes, must reach ``at_least``; ``operation`` says why, for messages and for counting waited time.
-
-    The word lies in the memory of ``home``; None: in that of its writer, where a rank of another node cannot read it. ``in_vain`` says
-    why the wait can never end, or nothing, from words as they are now.
-    """
-
-    rank: int
-    word: str
-    index: int
-    at_least: int
-    operation: str
-    home: int | None = None
-    in_vain: Callable[[ReadWord], str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Do:
-    """Run ``action`` now; it moves data, or gives a device stream the work, and neither waits for a peer nor touches words."""
-
-    action: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """Write one of this rank's own words, after everything before it is visible: on a device, when the stream has got there."""
-
-    word: str
-    index: int
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Write into the memory of ``rank``, which is in another node: ``put`` moves data there (None: nothing to move), and ``word[index]``
-    there becomes ``value`` no earlier than the data are visible (put-with-signal). This rank is the word's only writer, and what it sends
-    to one rank arrives in order."""
-
-    rank: int
-    word: str
-    index: int
-    value: int
-    put: Callable[[], None] | None = None
-
-
-Effect = Wait | Do | Store | Send
-Steps = Generator[Effect, None, None]
+from primus_odc.primitives.effects import Do, Effect, ReadWord, Steps, Store, Wait
+from primus_odc.primitives.pushes import Pushes
+from primus_odc.primitives.topology import DataPlane, Topology
 
 
 class State(Enum):
@@ -108,67 +58,6 @@ class State(Enum):
     ACTIVE = "active"
     SETTLED = "settled"
     CLOSED = "closed"
-
-
-class DataPlane(Protocol):
-    """What moves the bytes. Every method is called from a ``Do`` effect of the rank that owns the plane."""
-
-    def reshard(self) -> None:
-        """Drop every unsharded parameter, so that nothing gathered in an older epoch is used again."""
-
-    def publish_shard(self, group: int, epoch: int) -> None:
-        """Copy this rank's own parameter shard of ``group`` into its arena."""
-
-    def read_shard(self, owner: int, group: int, epoch: int, into: Any) -> None:
-        """Copy the published shard of ``owner`` to its place in ``into``."""
-
-    def accumulate(self, group: int, contribution: Any) -> None:
-        """(local mode) Add one reduction's gradients to this rank's unsharded buffer of ``group``."""
-
-    def complete(self, group: int, epoch: int) -> None:
-        """Make this rank's buffer (local mode) or accumulator (owner mode) of ``group`` ready to be pulled: zero what received nothing."""
-
-    def pull(self, source: int, group: int, epoch: int) -> None:
-        """Add what ``source`` has for this rank's shard of ``group`` to the sum: its slice of the buffer of a source (local mode), the
-        accumulator of a replica (owner mode)."""
-
-    def push(self, owner: int, slot: int, group: int, epoch: int, piece: Any) -> None:
-        """(owner mode) Copy one piece into slot ``slot`` of the ring this rank has at ``owner``."""
-
-    def add_own(self, group: int, epoch: int, piece: Any) -> None:
-        """(owner mode) Add a piece this rank owns itself straight to its accumulator."""
-
-    def add_arrival(self, source: int, slot: int, epoch: int) -> None:
-        """(owner mode) Add the piece in slot ``slot`` of the ring of ``source`` to the accumulator it names."""
-
-    def finish_transfers(self) -> None:
-        """What is stored next covers every gather and push this rank has started: their sources may change afterwards."""
-
-    def deliver(self, group: int) -> None:
-        """Turn the finished sum of ``group`` into ``.grad`` and reset the sum."""
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Who talks to whom.
-
-    ``ranks`` heap ranks in all (HSDP replicas included); ``peers`` the heap ranks of this rank's shard group in shard order; ``replicas``
-    those that own the same shard as this rank, this rank included, in replica order; ``nodes`` which ranks share a node, None where all
-    do.
-    """
-
-    rank: int
-    ranks: int
-    peers: Sequence[int]
-    replicas: Sequence[int]
-    groups: Sequence[str]
-    names: Sequence[str]
-    nodes: Nodes | None = None
-
-    @property
-    def near(self) -> Sequence[int]:
-        """The ranks whose memory this one can read, itself included."""
-        return range(self.ranks) if self.nodes is None else self.nodes.members[self.nodes.node_of[self.rank]]
 
 
 class RankProtocol:
@@ -183,8 +72,9 @@ class RankProtocol:
         self.epoch = 0
         self.has_data = [False] * len(topology.groups)
         self.declared = [False] * len(topology.groups)
-        self._heads = [0] * topology.ranks
+        self.pushes = Pushes(topology, plane, slots)
         self._tails = [0] * topology.ranks
+        self._unsaid: list[int] = []
         self._exchanges = 0
 
     def publish(self) -> Steps:
@@ -232,9 +122,8 @@ class RankProtocol:
         self.has_data[group] = True
         yield Do(lambda: self.plane.accumulate(group, contribution))
 
-    def reduce_owner(self, group: int, pieces: Sequence[tuple[int, Any]]) -> Steps:
-        """(owner mode) Push ``(owner, piece)`` pairs to owners of the own shard group; waits for a free slot, never for the owner's own
-        progress."""
+    def reduce_owner(self, group: int, pieces: Sequence[tuple[int, Any]], read_word: ReadWord) -> Steps:
+        """(owner mode) Push ``(owner, piece)`` pairs to owners of the own shard group; never waits for one, what finds no slot is kept."""
         self._require_reduce(group)
         self.has_data[group] = True
         k = self.epoch
@@ -242,11 +131,7 @@ class RankProtocol:
             if owner == self.t.rank:
                 yield Do(lambda piece=piece: self.plane.add_own(group, k, piece))  # type: ignore[misc]
                 continue
-            head = self._heads[owner]
-            yield Wait(owner, "tail", self.t.rank, head - self.slots + 1, f"push of group {self.t.groups[group]} (epoch {k})")
-            yield Do(lambda owner=owner, head=head, piece=piece: self.plane.push(owner, head % self.slots, group, k, piece))  # type: ignore[misc]
-            self._heads[owner] = head + 1
-            yield Store("head", owner, head + 1)
+            yield from self.pushes.push_or_keep(owner, group, k, piece, read_word)
 
     def declare(self, group: int) -> Steps:
         """This rank adds nothing more to ``group`` in this epoch (no-op when said before)."""
@@ -258,6 +143,18 @@ class RankProtocol:
             if self.has_data[group]:
                 yield Do(lambda: self.plane.complete(group, self.epoch))
             yield Store("ready", group, 2 * self.epoch + self.has_data[group])
+        else:
+            self._unsaid.append(group)
+            yield from self._say_ready()
+
+    def _say_ready(self) -> Steps:
+        """(owner mode) Store ``ready`` of every declared group of which nothing is kept any more."""
+        sayable = [g for g in self._unsaid if not self.pushes.keeps(g)]
+        if sayable:
+            yield Do(self.plane.finish_transfers)
+        for g in sayable:
+            self._unsaid.remove(g)
+            yield Store("ready", g, 2 * self.epoch + self.has_data[g])
 
     def settle(self, read_word: ReadWord) -> Steps:
         """Sum what every source of the mesh has for this rank's shards, make it ``.grad``, and finish the epoch."""
@@ -279,20 +176,22 @@ class RankProtocol:
                         yield Do(lambda s=source, g=g: self.plane.pull(s, g, k))  # type: ignore[misc]
                 yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
         else:
-            yield Do(self.plane.finish_transfers)
-            yield Store("final", 0, k)
-            for source in self._rotated(self.t.peers):
-                if source != self.t.rank:
-                    yield Wait(source, "final", 0, k, f"settle of all groups (epoch {k})")
-                    pushed, reason = read_word(source, "head", self.t.rank), f"adding what {self.t.names[source]} pushed"
-                    yield Wait(self.t.rank, "tail", source, pushed, f"settle of all groups ({reason}, epoch {k})")
-            for g in range(len(self.t.groups)):
+            for owner in self.pushes.owners:
+                yield from self.pushes.push_kept(owner, k, read_word, wait=True)
+            yield from self._say_ready()
+            for g in reversed(range(len(self.t.groups))):
+                operation = f"settle of group {self.t.groups[g]} (epoch {k})"
+                for source in self._rotated(self.t.peers):
+                    if source != self.t.rank:
+                        yield Wait(source, "ready", g, 2 * k, operation)
+                        # What it pushed before it said so; perhaps pieces of other groups too.
+                        pushed, reason = read_word(source, "head", self.t.rank), f"adding what {self.t.names[source]} pushed"
+                        yield Wait(self.t.rank, "tail", source, pushed, f"{operation[:-1]}, {reason})")
                 yield Do(lambda g=g: self.plane.complete(g, k))  # type: ignore[misc]
-            yield Store("summed", 0, k)
-            for g in range(len(self.t.groups)):
+                yield Store("summed", g, k)
                 for owner in self.t.replicas:
                     if owner != self.t.rank:
-                        yield Wait(owner, "summed", 0, k, f"settle of group {self.t.groups[g]} (epoch {k})")
+                        yield Wait(owner, "summed", g, k, operation)
                     yield Do(lambda r=owner, g=g: self.plane.pull(r, g, k))  # type: ignore[misc]
                 yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
         yield from self._finish()

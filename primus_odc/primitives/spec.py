@@ -111,12 +111,19 @@ def memory_bytes(
     ``shards``: published copies, 1/S of the parameters in the compute dtype. ``gradients``: in ``local`` mode the unsharded sum
     (S x gradient shard), in ``owner`` mode the accumulator (one gradient shard). ``ring``: slots for arrivals, ``owner`` mode only.
     ``fan_out``, ``staging``: across nodes only, see :class:`Across`.
-    ``own``: the sum of what this rank made of its own shards, ``owner`` mode only. ``grad``: the persistent ``.grad`` buffers. ``sum``: one
-    gradient shard of scratch for the largest group, three with checksums. ``zeros``: one more, which FSDP2 takes for its results.
+    ``own``: the sum of what this rank made of its own shards, ``owner`` mode only. ``grad``: the persistent ``.grad`` buffers. ``sum``: the
+    finished sum of the largest group whose ``.grad`` has another dtype, and two gradient shards of the largest group with checksums.
+    ``zeros``: what FSDP2 takes for its results, one gradient shard of the largest group of each dtype.
+
+    Not in it, because it comes and goes: one gradient shard for the time of settle where gradients are added to what was not zeroed; sums
+    kept for an owner that has no free slot (:mod:`primus_odc.primitives.pushes`).
     """
     gradients = sum(align(s) for s in _gradient_bytes(groups, mode))
     largest = max((g.grad_nbytes for g in groups), default=0)
     shards = max((g.shards for g in groups), default=1)
+    zeros: dict[torch.dtype, int] = {}
+    for g in groups:
+        zeros[g.grad_dtype] = max(zeros.get(g.grad_dtype, 0), g.grad_numel * g.grad_dtype.itemsize)
     return {
         "shards": sum(align(g.shard_nbytes) for g in groups),
         "gradients": gradients,
@@ -125,9 +132,14 @@ def memory_bytes(
         "staging": across.stagings * sum(align(with_checksum(g.grad_nbytes)) for g in groups),
         "own": sum(g.grad_nbytes for g in groups) if mode == "owner" else 0,
         "grad": sum(g.grad_numel * g.grad_dtype.itemsize for g in groups),
-        "sum": largest * (3 if verify else 1),
-        "zeros": largest,
+        "sum": cast_nbytes(groups) + (2 * largest if verify else 0),
+        "zeros": sum(zeros.values()),
     }
+
+
+def cast_nbytes(groups: Sequence[GroupSpec]) -> int:
+    """Bytes of the largest sum that is cast before it is ``.grad``; 0 where gradients are summed in their own dtype."""
+    return max((g.grad_nbytes for g in groups if g.grad_dtype != g.sum_dtype), default=0)
 
 
 def _gradient_bytes(groups: Sequence[GroupSpec], mode: str) -> list[int]:
@@ -167,7 +179,7 @@ def word_counts(groups: int, mode: str, ranks: int, shards: int, slots: int, acr
         "grad_sum": groups * shards,
     }
     if mode == "owner":
-        words |= {"final": 1, "summed": 1, "head": ranks, "tail": ranks, "piece": shards * slots * PIECE_WORDS}
+        words |= {"summed": groups, "head": ranks, "tail": ranks, "piece": shards * slots * PIECE_WORDS}
     if across.stagings:
         nodes = across.stagings + 1
         words |= {"landed": across.landings * groups, "arrived": nodes * groups, "node_done": nodes, "node_closed": nodes}

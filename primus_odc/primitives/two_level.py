@@ -51,8 +51,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
+from primus_odc.primitives.effects import Do, Effect, ReadWord, Send, Steps, Store, Wait
 from primus_odc.primitives.nodes import Nodes
-from primus_odc.primitives.protocol import DataPlane, Do, Effect, RankProtocol, ReadWord, Send, State, Steps, Store, Topology, Wait
+from primus_odc.primitives.protocol import RankProtocol, State
+from primus_odc.primitives.topology import DataPlane, Topology
 
 
 class NodePlane(DataPlane, Protocol):

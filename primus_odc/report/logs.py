@@ -56,6 +56,8 @@ class StepRecord:
     """The minibatch had no target token; weights, moments and schedule were left alone."""
     learning_rate: float | None = None
     """Used in this step."""
+    collectives: int | None = None
+    """On rank 0, FSDP2's included; None where they were not counted."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -143,3 +143,16 @@ def test_the_tables_hold_every_arm_and_transfer() -> None:
     assert gather[7] == "2.0 %" and gather[8].startswith("10.0 %")
     tables = [block for block in text.split("\n\n") if block.startswith("| ")]
     assert [len({line.count(" | ") for line in block.splitlines()}) for block in tables] == [1, 1, 1]
+
+
+def test_a_point_at_which_on_demand_gains_nothing_says_so_and_curves_have_their_verdict() -> None:
+    machine, same = {"accelerators": ["NVIDIA H200"] * 2}, ENTRY["steps"]["nccl_pad"]
+    on_demand = [{**step, "ranks": [{**rank, "host_wait_ms": 0.0} for rank in step["ranks"]]} for step in same]
+    verdict = {"arm": "odc_pad", "farthest": 0.01, "spread": 0.02, "final": 1.5, "within": True}
+    curves = {"kind": "curves", "world_size": 2, "device": "cuda", "losses": {"nccl_pad": [[2.0, 1.0]] * 3}, "verdicts": [verdict]}
+    runs = [{"commit": "abc", "machine": machine, "versions": {}, "entries": [entry(nccl_pad=same, odc_nopad=on_demand), curves]}]
+    text = render({"runs": runs})
+    assert "odc_nopad takes as long as nccl_pad (ratio 1.000); there collectives do as well." in text
+    assert "collectives do as well" not in render({"runs": [{**runs[0], "entries": [ENTRY]}]})
+    assert "### Loss curves, 2 ranks, cuda: 2 steps, 3 assignments" in text
+    assert "| odc_pad | 1.00e-02 | 2.00e-02 | yes | 1.5000 |" in text

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import primus_odc
 import primus_odc.fsdp.engine as engine_module
 from primus_odc.primitives import driver
-from primus_odc.primitives.protocol import Effect
+from primus_odc.primitives.effects import Effect
 from primus_odc.symmetric.heap import SymmetricHeap
 from tests.fsdp.models import Tiny, loss_of, microbatch, rows, shard
 from tests.workers import run_workers

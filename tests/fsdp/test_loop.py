@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -233,6 +235,33 @@ def no_collective_in_a_step() -> None:
         engine.detach()
 
 
+def an_owner_that_stands_still_stops_no_reduction() -> None:
+    """``owner`` mode: rank 1 holds its interpreter for two seconds, progress thread included, so that no slot becomes free meanwhile."""
+    model, counts = shard(tiny_model()), [6, 1]
+    engine = primus_odc.attach(model, accumulate="owner", parameters="resident")
+    _run(engine, model, 0, counts)  # gathers need no help of rank 1's interpreter; what a first step sets up does
+    model.zero_grad()
+    if dist.get_rank() == 1:
+        engine.begin_minibatch(counts[1])
+        dist.barrier()
+        ctypes.PyDLL(None).sleep(2)
+    else:
+        engine.begin_minibatch(counts[0])
+        dist.barrier()
+        started = time.monotonic()
+    for i in range(counts[dist.get_rank()]):
+        x, y = microbatch(1, dist.get_rank(), i)
+        loss_of(model, x, y, rows(1, counts)).backward()
+    if dist.get_rank() == 0:
+        assert time.monotonic() - started < 1.5
+        assert engine.stats()["sums_kept"] > 0
+    engine.settle()
+    grads = _full_grads(model)
+    for name, expected in reference_gradients(tiny_model(), 1, counts).items():
+        assert relative_error(grads[name], expected) <= 1e-6, name
+    engine.detach()
+
+
 def deterministic_is_bit_identical() -> None:
     runs = []
     for _ in range(3):
@@ -260,12 +289,16 @@ def a_dropped_engine_is_freed() -> None:
 
 
 def memory_is_what_the_formula_says() -> None:
-    for options in ({"accumulate": "local"}, {"accumulate": "owner"}):
+    for options in ({"accumulate": "local"}, {"accumulate": "owner"}, {"accumulate": "owner", "verify": "checksum"}):
         model = shard(tiny_model())
         engine = primus_odc.attach(model, **options)
         arena = sum(engine.memory[k] for k in ("shards", "gradients", "ring", "fan_out", "staging"))
         control = 8192  # words, abort text and the start-up pattern, rounded up
         assert arena <= engine._heap.arena_nbytes <= arena + control + 256 * 4
+        plane, gradients = engine._plane, engine._gradients
+        ordinary = [*gradients.flat.values(), gradients._scratch, *engine._reducers[0]._zeros._buffers.values()]
+        ordinary += [plane._scratch, plane._staging, *(plane._own if options["accumulate"] == "owner" else [])]
+        assert sum(t.nbytes for t in ordinary) == sum(engine.memory[k] for k in ("own", "grad", "sum", "zeros"))
         engine.detach()
 
 
@@ -333,6 +366,7 @@ ON_TWO = {
         detached_model_trains_natively_and_can_be_attached_again,
         detaching_settles_first,
         no_collective_in_a_step,
+        an_owner_that_stands_still_stops_no_reduction,
         deterministic_is_bit_identical,
         memory_is_what_the_formula_says,
         a_dropped_engine_is_freed,

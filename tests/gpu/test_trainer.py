@@ -41,6 +41,28 @@ def test_all_arms_train_the_fp64_reference() -> None:
             assert (a.loss, a.grad_norm, a.counts) == (b.loss, b.grad_norm, b.counts)
 
 
+def count_collectives(rank: int, world_size: int) -> dict[str, list[int]]:
+    """[what the outcome says, what the profiler saw] of a step, in each on-demand arm."""
+    called = {}
+    for name in ("odc_pad", "odc_nopad"):
+        arm = make_arm(name, torch.device("cuda", rank), clip_grad=1.0)
+        arm.train_step(minibatch_of(arm, 0, MINIBATCHES[0]))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            outcome = arm.train_step(minibatch_of(arm, 1, MINIBATCHES[2]))
+        real = sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::"))
+        assert outcome.collectives is not None
+        called[name] = [outcome.collectives, real]
+        arm.close()
+    return called
+
+
+@pytest.mark.timeout(180)
+def test_a_step_on_demand_has_two_collectives() -> None:
+    require_gpus(2)
+    for called in run_workers(count_collectives, 2, timeout_s=160, gpu=True):
+        assert called == {"odc_pad": [2, 2], "odc_nopad": [2, 2]}
+
+
 def watched(arm: Arm) -> None:
     """From the end of settle (or of the last backward) to the optimizer step any wait of the host for its device raises."""
     step, report = arm.optimizer.step, arm._report

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from primus_odc.primitives.effects import Do, Effect, Send, Wait
 from primus_odc.primitives.nodes import Nodes
-from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Send, Topology, Wait
+from primus_odc.primitives.protocol import RankProtocol
+from primus_odc.primitives.topology import Topology
 from primus_odc.primitives.two_level import TwoLevelProtocol
-from tests.primitives.scenario import Scenario
-from tests.primitives.simulation import TORN, Agent, Pending, SimPlane, Token, Violation, World
+from tests.primitives.scenario import Scenario, Violation
+from tests.primitives.sim_plane import TORN, SimPlane, Token
+from tests.primitives.simulation import Agent, Pending, World
 
 
 @dataclass(frozen=True)

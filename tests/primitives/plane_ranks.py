@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from primus_odc.primitives.contribution import Contribution, split_pieces
-from primus_odc.primitives.driver import ProgressThread, run
+from primus_odc.primitives.contribution import Contribution
+from primus_odc.primitives.driver import ProgressThread, push, run
 from primus_odc.primitives.node_plane import TwoLevelPlane
 from primus_odc.primitives.nodes import Across, Nodes
 from primus_odc.primitives.plane import ArenaPlane
-from primus_odc.primitives.protocol import RankProtocol, Topology
+from primus_odc.primitives.protocol import RankProtocol
 from primus_odc.primitives.spec import GroupSpec, plan_arena, word_counts
+from primus_odc.primitives.topology import Topology
 from primus_odc.primitives.two_level import TwoLevelProtocol
 from primus_odc.symmetric.arena import Region
 from primus_odc.symmetric.heap import SymmetricHeap
@@ -120,13 +121,7 @@ class PlaneRank:
         if self.mode == "local":
             run(self.heap, self.protocol.reduce_local(group, contribution))
             return
-        numel = self.plane.max_piece_numel(contribution.rows.dtype)
-        pieces = [
-            (owner, piece)
-            for shard, owner in enumerate(self.peers)
-            for piece in split_pieces(self.groups[group], contribution, shard, numel)
-        ]
-        run(self.heap, self.protocol.reduce_owner(group, pieces))
+        push(self.heap, self.protocol, self.plane, group, contribution)
 
     def settle(self) -> None:
         run(self.heap, self.protocol.settle(self.heap.words.read))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING
 
-from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Store
+from primus_odc.primitives.effects import Do, Effect, Store
+from primus_odc.primitives.protocol import RankProtocol
 from tests.primitives.scenario import Step, Violation
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def reduce(world: World, protocol: RankProtocol, rank: int, group: int, microbat
     if protocol.mode == "local":
         yield from protocol.reduce_local(group, tokens)
     else:
-        yield from protocol.reduce_owner(group, list(zip(protocol.t.peers, tokens, strict=True)))
+        yield from protocol.reduce_owner(group, list(zip(protocol.t.peers, tokens, strict=True)), world.read)
 
 
 def exchange(world: World, protocol: RankProtocol, rank: int) -> Generator[Effect, None, None]:

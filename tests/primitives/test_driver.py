@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from primus_odc.primitives.driver import ProgressThread, run
+from primus_odc.primitives.effects import Do, Send, Store, Wait
 from primus_odc.primitives.lanes import Lanes
-from primus_odc.primitives.protocol import Do, Send, Store, Wait
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,7 +90,7 @@ import time
 import torch
 from primus_odc.primitives.driver import ProgressThread
 from primus_odc.primitives.lanes import Lanes
-from primus_odc.primitives.protocol import Do
+from primus_odc.primitives.effects import Do
 from tests.primitives.test_driver import RecordingHeap, TwoPeers
 
 accumulator = torch.zeros(1 << 22)

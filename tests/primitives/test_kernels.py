@@ -1,4 +1,4 @@
-"""The device kernel compiles for every architecture it is meant for, on a machine without any of them (its values: tests/gpu)."""
+"""The device kernels compile for every architecture it is meant for, on a machine without any of them (its values: tests/gpu)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,26 @@ def test_the_pull_sum_compiles(target: tuple[str, str | int, int], aligned: bool
         fn=_pull_sum,
         signature=signature | dict.fromkeys(("SOURCES", "ALIGNED", "BLOCK"), "constexpr"),
         constexprs={(4,): 8, (5,): aligned, (6,): 4096},
+    )
+    compiled = triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8})
+    assert len(compiled.asm["hsaco" if target[0] == "hip" else "cubin"]) > 1000
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target[1]))
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "added"])
+def test_the_accumulation_compiles(target: tuple[str, str | int, int], fresh: bool) -> None:
+    triton = pytest.importorskip("triton", reason="needs Triton (extra 'kernels')")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from primus_odc.primitives.kernels import _accumulate
+
+    signature = {"target": "*fp32", "source": "*bf16", "rows": "i32", "columns": "i32", "target_stride": "i64", "source_stride": "i64"}
+    source = ASTSource(
+        fn=_accumulate,
+        signature=signature | dict.fromkeys(("FRESH", "BLOCK"), "constexpr"),
+        constexprs={(6,): fresh, (7,): 4096},
     )
     compiled = triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8})
     assert len(compiled.asm["hsaco" if target[0] == "hip" else "cubin"]) > 1000

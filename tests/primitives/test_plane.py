@@ -133,33 +133,55 @@ def test_bytes_are_counted() -> None:
         assert [r.plane.bytes_reduced for r in ranks] == [ranks[0].groups[2].grad_nbytes, 0]
 
 
-def test_a_source_without_credit_waits_until_the_owners_progress_thread_runs() -> None:
-    """The owner itself is busy and makes no call at all: its progress thread alone gives the slots back."""
-    with open_ranks(2, (((64, 4, True),),), mode="owner", slots=1) as ranks:
+def test_a_source_without_credit_adds_up_by_itself_and_waits_for_nobody() -> None:
+    """The owner gives no slot back at all until the source has reduced everything; only settle waits for it."""
+    with open_ranks(2, (((64, 4, True), (16, 3, True)), ((8, 4, True),)), mode="owner", slots=2) as ranks:
         for rank in ranks:
-            rank.set_parameters([[torch.zeros(64, 4)]])
+            rank.set_parameters([[torch.zeros(64, 4), torch.zeros(16, 3)], [torch.zeros(8, 4)]])
+        together(ranks, PlaneRank.publish)
+        for rank in ranks:
+            rank.protocol.begin()
+        generator = torch.Generator()
+        whole = make_contribution(ranks[0].groups[0], (0, 1), generator, torch.float32, whole=True)
+        part = make_contribution(ranks[0].groups[0], (1,), generator, torch.float32, whole=True)
+        other = make_contribution(ranks[0].groups[1], (0,), generator, torch.float32, whole=True)
+        for contribution, group in ((whole, 0), (whole, 0), (part, 0), (other, 1), (whole, 0), (other, 1)):
+            ranks[0].reduce(group, contribution)  # in this very thread: to wait would be to hang
+        assert ranks[0].protocol.pushes.sums_kept == 2 and ranks[0].heap.words.read(0, "head", 1) == 2
+        run(ranks[0].heap, ranks[0].protocol.declare(0))
+        assert ranks[0].heap.words.read(0, "ready", 0) == 0  # what is kept is not there yet
+        for rank in ranks:
+            rank.start_progress()
+        assert together(ranks, PlaneRank.settle) == [None, None]
+        for shard, rank in enumerate(ranks):
+            expected = 3 * whole.rows[shard]
+            expected[-part.rows.shape[1] :] += part.rows[shard]
+            torch.testing.assert_close(rank.grads[0], expected)
+            torch.testing.assert_close(rank.grads[1], 2 * other.rows[shard])
+        assert ranks[0].plane._kept == {} and not ranks[0].protocol.pushes.keeps()
+
+
+def test_in_owner_mode_a_group_is_delivered_while_the_others_are_on_their_way() -> None:
+    with open_ranks(2, (((8, 4, True),), ((8, 4, True),)), mode="owner", slots=2) as ranks:
+        for rank in ranks:
+            rank.set_parameters([[torch.zeros(8, 4)], [torch.zeros(8, 4)]])
+            rank.start_progress()
         together(ranks, PlaneRank.publish)
         for rank in ranks:
             rank.protocol.begin()
         contribution = make_contribution(ranks[0].groups[0], (0,), torch.Generator(), torch.float32, whole=True)
-
-        pushed = []
-
-        def push() -> None:
-            for n in range(5):
-                ranks[0].reduce(0, contribution)
-                pushed.append(n)
-
-        thread = threading.Thread(target=push, daemon=True)
-        thread.start()
-        time.sleep(0.1)
-        assert len(pushed) <= 1
-        ranks[1].start_progress()
-        thread.join(10)
-        assert len(pushed) == 5
-        ranks[0].start_progress()
-        assert together(ranks, PlaneRank.settle) == [None, None]
-        assert torch.equal(ranks[1].grads[0], 5 * contribution.rows[1])
+        ranks[0].reduce(1, contribution)
+        run(ranks[0].heap, ranks[0].protocol.declare(1))
+        settling = threading.Thread(target=ranks[1].settle, daemon=True)
+        settling.start()
+        deadline = time.monotonic() + 20
+        while 1 not in ranks[1].grads and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert torch.equal(ranks[1].grads[1], contribution.rows[1]) and 0 not in ranks[1].grads
+        ranks[0].reduce(0, contribution)
+        ranks[0].settle()
+        settling.join(20)
+        assert torch.equal(ranks[1].grads[0], contribution.rows[1])
 
 
 def test_a_piece_of_another_epoch_is_refused() -> None:

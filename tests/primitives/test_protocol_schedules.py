@@ -11,9 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primus_odc.errors import ProtocolError
-from primus_odc.primitives.protocol import Effect, RankProtocol, Steps, Store, Topology, Wait
-from tests.primitives.scenario import Scenario
-from tests.primitives.simulation import SimPlane, Token, Violation, explore
+from primus_odc.primitives.effects import Effect, ReadWord, Steps, Store, Wait
+from primus_odc.primitives.protocol import RankProtocol
+from primus_odc.primitives.pushes import Pushes
+from primus_odc.primitives.topology import DataPlane, Topology
+from tests.primitives.scenario import Scenario, Violation
+from tests.primitives.sim_plane import SimPlane, Token
+from tests.primitives.simulation import explore
 
 SCENARIOS = {
     "local-1": Scenario(1, "local"),
@@ -95,7 +99,7 @@ class ExtraPublishForgetsDone(RankProtocol):
 
 
 class DoneBeforeTheSum(RankProtocol):
-    def settle(self, read_word: Callable[[int, str, int], int]) -> Steps:
+    def settle(self, read_word: ReadWord) -> Steps:
         yield Store("done", 0, self.epoch)
         yield from super().settle(read_word)
 
@@ -114,42 +118,86 @@ class DeclaresData(RankProtocol):
             yield Store(effect.word, effect.index, effect.value | 1) if isinstance(effect, Store) else effect
 
 
-class IgnoresCredit(RankProtocol):
-    def reduce_owner(self, group: int, pieces: Any) -> Steps:
-        return without_waits(super().reduce_owner(group, pieces), lambda wait: wait.word == "tail")
+class IgnoresCredit(Pushes):
+    def _has_slot(self, owner: int, read_word: ReadWord) -> bool:
+        return True
 
 
-class CreditOffByOne(RankProtocol):
-    def reduce_owner(self, group: int, pieces: Any) -> Steps:
-        for effect in super().reduce_owner(group, pieces):
+class CreditOffByOne(Pushes):
+    def _has_slot(self, owner: int, read_word: ReadWord) -> bool:
+        return read_word(owner, "tail", self._t.rank) >= self._heads[owner] - self._slots
+
+
+class WaitsForCreditOffByOne(Pushes):
+    def push_kept(self, owner: int, epoch: int, read_word: ReadWord, *, wait: bool = False) -> Steps:
+        for effect in super().push_kept(owner, epoch, read_word, wait=wait):
             yield dataclasses.replace(effect, at_least=effect.at_least - 1) if isinstance(effect, Wait) else effect
 
 
-class HeadBeforePush(RankProtocol):
-    def reduce_owner(self, group: int, pieces: Any) -> Steps:
-        for piece in pieces:
-            effects = list(super().reduce_owner(group, [piece]))
-            yield from effects[:-2] + effects[-2:][::-1]
+class HeadBeforePush(Pushes):
+    def _push(self, owner: int, push: Callable[[int], None]) -> Steps:
+        yield from reversed(list(super()._push(owner, push)))
+
+
+class AddsToWhatIsHalfPushed(Pushes):
+    def push_or_keep(self, owner: int, group: int, epoch: int, piece: Any, read_word: ReadWord) -> Steps:
+        halves = [(kept, kept.pushed) for kept in self._kept[owner] if kept.pushed and kept.group == group]
+        if not halves:
+            return (yield from super().push_or_keep(owner, group, epoch, piece, read_word))
+        for kept, _ in halves:
+            kept.pushed = 0
+        effects = list(super().push_or_keep(owner, group, epoch, piece, lambda *_: -1))  # no slot: it is kept
+        for kept, pushed in halves:
+            kept.pushed = pushed
+        yield from effects
+
+
+class SaysReadyOfWhatIsKept(Pushes):
+    def keeps(self, group: int | None = None) -> bool:
+        return False
+
+
+def pushing(pushes: type[Pushes]) -> type[RankProtocol]:
+    """The protocol with another way of pushing."""
+
+    class WithPushes(RankProtocol):
+        def __init__(self, topology: Topology, plane: DataPlane, mode: str, slots: int = 0) -> None:
+            super().__init__(topology, plane, mode, slots)
+            self.pushes = pushes(topology, plane, slots)
+
+    return WithPushes
+
+
+class NeverPushesWhatIsKept(RankProtocol):
+    def settle(self, read_word: ReadWord) -> Steps:
+        self.pushes._kept = {owner: [] for owner in self.pushes.owners}
+        return super().settle(read_word)
 
 
 class SettlesWithoutArrivals(RankProtocol):
-    def settle(self, read_word: Callable[[int, str, int], int]) -> Steps:
+    def settle(self, read_word: ReadWord) -> Steps:
         return without_waits(super().settle(read_word), lambda wait: wait.word == "tail")
 
 
-class SettlesWithoutFinal(RankProtocol):
-    def settle(self, read_word: Callable[[int, str, int], int]) -> Steps:
-        return without_waits(super().settle(read_word), lambda wait: wait.word == "final")
+class SettlesWithoutReady(RankProtocol):
+    def settle(self, read_word: ReadWord) -> Steps:
+        return without_waits(super().settle(read_word), lambda wait: wait.word == "ready")
+
+
+class ReadsHeadBeforeReady(RankProtocol):
+    def settle(self, read_word: ReadWord) -> Steps:
+        heads = {r: read_word(r, "head", self.t.rank) for r in self.t.peers}
+        return super().settle(lambda rank, word, index: heads[rank] if word == "head" else read_word(rank, word, index))
 
 
 class ServesDoneBeforeHead(RankProtocol):
-    def serve(self, read_word: Callable[[int, str, int], int], source: int) -> Steps:
+    def serve(self, read_word: ReadWord, source: int) -> Steps:
         done = read_word(self.t.rank, "done", 0)
         return super().serve(lambda rank, word, index: done if word == "done" else read_word(rank, word, index), source)
 
 
 class FreesSlotsEarly(RankProtocol):
-    def serve(self, read_word: Callable[[int, str, int], int], source: int) -> Steps:
+    def serve(self, read_word: ReadWord, source: int) -> Steps:
         effects = list(super().serve(read_word, source))
         yield from (effect for effect in effects if isinstance(effect, Store))
         yield from (effect for effect in effects if not isinstance(effect, Store))
@@ -166,7 +214,7 @@ class ResetsAtBegin(RankProtocol):
 class ReadsTailBack(RankProtocol):
     """Takes its own tail from the word, which a device stores later than the host goes on."""
 
-    def serve(self, read_word: Callable[[int, str, int], int], source: int) -> Steps:
+    def serve(self, read_word: ReadWord, source: int) -> Steps:
         self._tails[source] = read_word(self.t.rank, "tail", source)
         yield from super().serve(read_word, source)
 
@@ -188,8 +236,9 @@ class KeepsOldSums(SimPlane):
 class SummedBeforeArrivals(RankProtocol):
     """Lets the replicas read the accumulators before they are complete."""
 
-    def settle(self, read_word: Callable[[int, str, int], int]) -> Steps:
-        yield Store("summed", 0, self.epoch)
+    def settle(self, read_word: ReadWord) -> Steps:
+        for group in range(len(self.t.groups)):
+            yield Store("summed", group, self.epoch)
         yield from super().settle(read_word)
 
 
@@ -210,11 +259,16 @@ MUTANTS: dict[str, tuple[Scenario, dict[str, Any]]] = {
     "done before the sum, owner": (OWNER, {"protocol": DoneBeforeTheSum}),
     "ready before complete": (LOCAL, {"protocol": ReadyBeforeComplete}),
     "ready with data where there is none": (LOCAL, {"protocol": DeclaresData}),
-    "ring credit ignored": (OWNER, {"protocol": IgnoresCredit}),
-    "ring credit off by one": (OWNER, {"protocol": CreditOffByOne}),
-    "head before the piece": (OWNER, {"protocol": HeadBeforePush}),
+    "ring credit ignored": (OWNER, {"protocol": pushing(IgnoresCredit)}),
+    "ring credit off by one": (OWNER, {"protocol": pushing(CreditOffByOne)}),
+    "ring credit off by one where it is waited for": (OWNER, {"protocol": pushing(WaitsForCreditOffByOne)}),
+    "head before the piece": (OWNER, {"protocol": pushing(HeadBeforePush)}),
+    "adding to a kept sum that is half pushed": (OWNER, {"protocol": pushing(AddsToWhatIsHalfPushed)}),
+    "ready while something is kept": (OWNER, {"protocol": pushing(SaysReadyOfWhatIsKept)}),
+    "kept sums forgotten": (OWNER, {"protocol": NeverPushesWhatIsKept}),
     "settle without waiting for arrivals": (OWNER, {"protocol": SettlesWithoutArrivals}),
-    "settle without waiting for final": (OWNER, {"protocol": SettlesWithoutFinal}),
+    "settle without waiting for ready, owner": (OWNER, {"protocol": SettlesWithoutReady}),
+    "settle reads the head before ready": (OWNER, {"protocol": ReadsHeadBeforeReady}),
     "serve reads done before head": (dataclasses.replace(OWNER, world_size=2), {"protocol": ServesDoneBeforeHead}),
     "slots freed before they are added": (OWNER, {"protocol": FreesSlotsEarly}),
     "own tail read back from the word": (OWNER, {"protocol": ReadsTailBack}),
@@ -240,7 +294,7 @@ def test_a_broken_rule_is_found(name: str) -> None:
 class NoPlane:
     """Accepts and ignores everything."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Any:
         return lambda *_: None
 
 
@@ -280,7 +334,7 @@ def settled(protocol: RankProtocol) -> None:
             lambda p: run(p.reduce_local(0, None)),
             r"rank 5: gradients of group embedding arrived after.*epoch 1.*last_microbatch\(\)",
         ),
-        (lambda p: (run(p.publish()), p.begin(), run(p.declare(0))), lambda p: run(p.reduce_owner(0, [])), "arrived after"),
+        (lambda p: (run(p.publish()), p.begin(), run(p.declare(0))), lambda p: run(p.reduce_owner(0, [], lambda *_: 0)), "arrived after"),
     ],
 )
 def test_calls_in_the_wrong_order_are_refused(

@@ -59,4 +59,4 @@ def test_words_of_both_modes() -> None:
     assert local["grad_sum"] == 6
     assert "head" not in local
     assert owner["piece"] == 2 * 5 * 6
-    assert (owner["head"], owner["tail"], owner["final"]) == (4, 4, 1)
+    assert (owner["head"], owner["tail"], owner["summed"]) == (4, 4, 3)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from primus_odc.primitives.protocol import Do, Effect, RankProtocol, Send, Steps, Store, Wait
+from primus_odc.primitives.effects import Do, Effect, Send, Steps, Store, Wait
+from primus_odc.primitives.protocol import RankProtocol
 from primus_odc.primitives.two_level import TwoLevelProtocol
 from tests.primitives.node_simulation import NodeScenario, NodeSimPlane, explore_nodes
-from tests.primitives.simulation import Violation
+from tests.primitives.scenario import Violation
 
 PAIRS, STRIDED = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 SCENARIOS = {
