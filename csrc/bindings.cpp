@@ -37,6 +37,33 @@ Transfers transfers_of(const std::vector<TransferTuple>& tuples) {
   return transfers;
 }
 
+// The part of the DLPack C interface that hands over one-dimensional bytes. Unlike __cuda_array_interface__ it names the device: memory of a
+// peer that is mapped here would else be taken for the peer's and copied.
+struct DlpackTensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;  // unsigned integers of 8 bits
+  uint16_t lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+  void* owner;
+  void (*deleter)(DlpackTensor*);
+  int64_t nbytes;      // ours, behind the interface: what `shape` points to
+};
+
+// A capsule for torch.from_dlpack; whoever uses it keeps the memory alive.
+py::capsule view(uint64_t address, int64_t nbytes, int device_type, int device_id) {
+  auto* tensor = new DlpackTensor{reinterpret_cast<void*>(address), device_type, device_id, 1, 1, 8, 1, nullptr, nullptr, 0, nullptr,
+                                  [](DlpackTensor* self) { delete self; }, nbytes};
+  tensor->shape = &tensor->nbytes;
+  return py::capsule(tensor, "dltensor", [](PyObject* capsule) {
+    // A consumer renames the capsule and then owns the tensor.
+    if (PyCapsule_IsValid(capsule, "dltensor")) delete static_cast<DlpackTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  });
+}
+
 // One PE's end of an arena, and the status word that its kernels share.
 class Arena {
  public:
@@ -130,8 +157,8 @@ PYBIND11_MODULE(ODC_MODULE, m) {
   m.def("unique_id", [] { return to_bytes(library::unique_id()); });
   m.def("init", &init, py::arg("rank"), py::arg("ranks"), py::arg("id"), Unlocked());
   m.def("rank", &library::rank);
+  m.def("view", &view, py::arg("address"), py::arg("nbytes"), py::arg("device_type"), py::arg("device_id"));
   m.def("load_kernels", &library::load_kernels, py::arg("code_object"), Unlocked());
-  m.def("barrier", &library::barrier, Unlocked());
   m.def("finalize", &library::finalize, Unlocked());
   py::class_<Arena>(m, "Arena")
       .def(py::init<size_t>(), py::arg("nbytes"), Unlocked())

@@ -28,7 +28,6 @@ void load_kernels(const std::string& code_object);  // after init; "" where the 
 void* allocate(size_t bytes);             // collective, the same size everywhere
 void release(void* memory);               // collective
 uint64_t peer_address(void* memory, int pe);  // where the memory of `pe` is mapped here; 0: it is not
-void barrier();                           // collective; of the hosts, no stream is waited for
 void finalize();                          // collective
 
 // The GPU runtime, on the current device.

@@ -66,7 +66,6 @@ uint64_t peer_address(void* memory, int pe) {
   return ::mori::shmem::ShmemPtrP2p(reinterpret_cast<uint64_t>(memory), rank(), pe);
 }
 
-void barrier() { ::mori::shmem::ShmemBarrierAll(); }
 
 void finalize() {
   if (module != nullptr) hip(hipModuleUnload(module), "hipModuleUnload");

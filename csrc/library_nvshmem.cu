@@ -90,7 +90,6 @@ void* allocate(size_t bytes) {
 
 void release(void* memory) { nvshmem_free(memory); }
 uint64_t peer_address(void* memory, int pe) { return reinterpret_cast<uint64_t>(nvshmem_ptr(memory, pe)); }
-void barrier() { nvshmem_barrier_all(); }
 void finalize() { nvshmem_finalize(); }
 
 void* device_allocate(size_t bytes) {

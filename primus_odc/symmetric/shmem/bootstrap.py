@@ -1,0 +1,139 @@
+"""Start-up of the library over the job's torch store: no MPI, no ``mpirun``, and nobody waits for ever.
+
+Rank r of n, each step under the same time limit:
+
+1. store ``arrived/r``; wait for ``arrived`` of all. So whoever is missing is known before a library blocks in its own start-up, while the
+   store can still say who.
+2. rank 0 makes the unique id and stores ``id``; the others wait for it.
+3. start the library, in a thread of its own: its connections have no time limit that could be set from here, and MORI binds the thread that
+   starts it to the CPUs of its GPU, which data loaders made later would inherit.
+4. store ``started/r``; a rank whose library does not start in time names those that did not get here.
+
+The library is started when the engine is attached, not before: the size of its heap follows from the model.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+from torch.distributed import Store
+
+from primus_odc.errors import OdcError, PeerTimeoutError
+
+_POLL_S = 0.02
+
+
+class Gathering:
+    """Ranks that meet at named points of one start-up.
+
+    Args:
+        store: the job's store, in a namespace of its own for this start-up (``PrefixStore``).
+        rank: this rank.
+        names: how each rank is called in messages.
+        timeout_s: limit of every wait.
+    """
+
+    def __init__(self, store: Store, rank: int, names: Sequence[str], timeout_s: float) -> None:
+        self.rank = rank
+        self.names = names
+        self.timeout_s = timeout_s
+        self._store = store
+
+    def reach(self, point: str) -> None:
+        """Say that this rank got to ``point``."""
+        self._store.set(f"{point}/{self.rank}", "1")
+
+    def missing(self, point: str) -> list[str]:
+        """Names of the ranks that have not reached ``point``."""
+        return [name for r, name in enumerate(self.names) if not self._store.check([f"{point}/{r}"])]
+
+    def meet(self, point: str) -> None:
+        """Reach ``point`` and wait for all.
+
+        Raises:
+            PeerTimeoutError: naming who did not come.
+        """
+        self.reach(point)
+        self._until(lambda: not self.missing(point), lambda: f"{point}: {_some(self.missing(point))} did not get there")
+
+    def share(self, key: str, make: Callable[[], bytes]) -> bytes:
+        """What rank 0 makes, on all ranks.
+
+        Raises:
+            PeerTimeoutError: rank 0 stored nothing.
+        """
+        if self.rank == 0:
+            self._store.set(key, make().hex())
+        self._until(lambda: self._store.check([key]), lambda: f"{key}: {self.names[0]} did not store it")
+        return bytes.fromhex(self._store.get(key).decode())
+
+    def together(self, point: str, call: Callable[[], None]) -> None:
+        """Run ``call``, which waits for the other ranks, in a thread, and reach ``point`` when it has returned.
+
+        Raises:
+            PeerTimeoutError: it did not return; those who are not through either are named. The thread stays where it is.
+            OdcError: it failed.
+        """
+        failures: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
+                failures.append(error)
+
+        thread = threading.Thread(target=body, name=f"primus_odc {point}", daemon=True)
+        thread.start()
+        thread.join(self.timeout_s)
+        if thread.is_alive():
+            raise PeerTimeoutError(
+                f"{self.names[self.rank]}: {point}: not reached in {self.timeout_s:g} s; not there: {_some(self.missing(point))}. Do the "
+                "network interface (odc.interface) and the network cards of these ranks reach each other?"
+            )
+        if failures:
+            raise OdcError(f"{self.names[self.rank]}: {point} failed: {failures[0]}") from failures[0]
+        self.reach(point)
+
+    def _until(self, done: Callable[[], bool], complaint: Callable[[], str]) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while not done():
+            if time.monotonic() > deadline:
+                raise PeerTimeoutError(f"{self.names[self.rank]}: {complaint()} in {self.timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+
+def start_library(extension: ModuleType, gathering: Gathering, prepare_thread: Callable[[], None]) -> None:
+    """Start the library of ``extension`` on all ranks (collective).
+
+    Args:
+        extension: the native module.
+        gathering: the ranks.
+        prepare_thread: called in the thread that starts the library; makes this rank's GPU its current device.
+
+    Raises:
+        OdcError: something else in this process has started it already, or it fails.
+        PeerTimeoutError: a rank is missing.
+    """
+    if extension.initialized():
+        raise OdcError(
+            f"{gathering.names[gathering.rank]}: something else in this process has started the library already, so its heap has not the "
+            "size this model needs; start it after primus_odc.attach, or not at all"
+        )
+    gathering.meet("arrived")
+    unique_id = gathering.share("id", extension.unique_id)
+
+    def start() -> None:
+        prepare_thread()
+        extension.init(gathering.rank, len(gathering.names), unique_id)
+
+    gathering.together("started", start)
+    if extension.rank() != gathering.rank:
+        raise OdcError(f"{gathering.names[gathering.rank]}: the library calls this rank PE {extension.rank()}")
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most]) or "nobody"
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

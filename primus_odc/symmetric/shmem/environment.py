@@ -1,0 +1,110 @@
+"""Environment variables of MORI and NVSHMEM: what a job needs of them is set before the library starts, what breaks it is refused.
+
+A variable the user set is never changed. If it fits, it stays; if it does not, the message says what it must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+
+from primus_odc.errors import ConfigError
+from primus_odc.symmetric.shmem.extension import Library
+
+MAX_MORI_PES = 128
+"""MORI's area for device barriers has that many words; with more PEs its own barrier overwrites the heap."""
+
+HEAP_SLACK_BYTES = 64 << 20
+"""For what a library keeps in the heap itself."""
+
+_FALSE = ("", "0", "false", "off", "no")
+_MIB = 1 << 20
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_HEAP_SIZE = {"mori": "MORI_SHMEM_HEAP_SIZE", "nvshmem": "NVSHMEM_SYMMETRIC_SIZE"}
+_INTERFACE = {"mori": "MORI_SOCKET_IFNAME", "nvshmem": "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"}
+
+
+def prepare_environment(
+    library: Library,
+    *,
+    arena_nbytes: int,
+    pes: int,
+    nodes: int,
+    interface: str | None,
+    environment: MutableMapping[str, str],
+) -> None:
+    """Set what the library reads at its start.
+
+    Args:
+        library: which one.
+        arena_nbytes: what will be allocated in its heap, in bytes.
+        pes: ranks of the job.
+        nodes: nodes they run on.
+        interface: network interface for the start-up's own connections (``odc.interface``); None: the library's choice.
+        environment: read and changed; ``os.environ``.
+
+    Raises:
+        ConfigError: with every setting that cannot work, and what to set instead.
+    """
+    problems = [*_mori_problems(environment, pes)] if library == "mori" else [*_nvshmem_problems(environment, nodes)]
+    wanted = {_HEAP_SIZE[library]: str(heap_nbytes(arena_nbytes))}
+    if interface is not None:
+        wanted[_INTERFACE[library]] = interface
+    if library == "nvshmem" and nodes > 1:
+        wanted["NVSHMEM_IB_ENABLE_IBGDA"] = "1"  # else a thread of the host would post every request
+    for name, value in wanted.items():
+        present = environment.get(name)
+        if present is None:
+            continue
+        if name == _HEAP_SIZE[library]:
+            size = parse_size(present)
+            if size is None or size < int(value):
+                problems.append(f"{name}={present}: this model needs {value}; unset it, it is then set to what is needed")
+        elif name == _INTERFACE[library] and present != value:
+            problems.append(f"{name}={present} and odc.interface: {value} name different interfaces: remove one")
+    if problems:
+        raise ConfigError(problems)
+    for name, value in wanted.items():
+        environment.setdefault(name, value)
+
+
+def heap_nbytes(arena_nbytes: int) -> int:
+    """Bytes of the library's heap for an arena of this size: with slack, in whole MiB."""
+    return -(-(arena_nbytes + HEAP_SLACK_BYTES) // _MIB) * _MIB
+
+
+def parse_size(text: str) -> int | None:
+    """``"4G"``, ``"512M"`` or ``"1073741824"`` in bytes; None: not such a text."""
+    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].isalpha() else (text, "")
+    if not number.isdigit() or unit not in _UNITS:
+        return None
+    return int(number) * _UNITS[unit]
+
+
+def _on(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "").strip().lower() not in _FALSE
+
+
+def _mori_problems(environment: Mapping[str, str], pes: int) -> list[str]:
+    problems = []
+    if _on(environment, "MORI_ENABLE_SDMA"):
+        problems.append("MORI_ENABLE_SDMA: puts and signals of MORI do nothing then; unset it")
+    if _on(environment, "MORI_ENABLE_HOST_PROXY"):
+        problems.append("MORI_ENABLE_HOST_PROXY: MORI has no reads and no puts by address then; unset it")
+    if _on(environment, "MORI_ENABLE_RAIL_ONLY"):
+        problems.append("MORI_ENABLE_RAIL_ONLY: most pairs of ranks have no connection then; unset it")
+    mode = environment.get("MORI_SHMEM_MODE", "static_heap")
+    if mode != "static_heap":
+        problems.append(f"MORI_SHMEM_MODE={mode}: only static_heap tells which peers are mapped; unset it")
+    kind = environment.get("MORI_SHMEM_HEAP_TYPE", "uncached")
+    if kind != "uncached":
+        problems.append(f"MORI_SHMEM_HEAP_TYPE={kind}: a cached heap may show old data after a network card wrote to it; unset it")
+    if pes > MAX_MORI_PES:
+        problems.append(f"{pes} ranks: MORI is served up to {MAX_MORI_PES} (its own barrier area ends there)")
+    return problems
+
+
+def _nvshmem_problems(environment: Mapping[str, str], nodes: int) -> list[str]:
+    name = "NVSHMEM_IB_ENABLE_IBGDA"
+    if nodes > 1 and name in environment and not _on(environment, name):
+        return [f"{name}={environment[name]}: the GPUs post their own requests between nodes; unset it"]
+    return []

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Builds the kernels for the GPUs of this machine into the checkout and tries them: tests, compute-sanitizer, comparison with NCCL. Needs NVIDIA
+# GPUs, nvcc, CMake, and a Python with torch for CUDA (which brings NVSHMEM), pybind11 and pytest; installs nothing.
+#   scripts/test_shmem.sh [build|tests|sanitizer|bench]...      default: all of them
+# Read from the environment: PYTHON (default python3), OUT (folder for logs and figures, default build/shmem).
+set -euo pipefail
+
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+out=${OUT:-build/shmem}
+mkdir -p -- "$out"
+# The kernels do not use NVLink multicast, and a machine that shares its switch may forbid it.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 OMP_NUM_THREADS=1
+status=0
+
+build() {
+    cmake -S . -B build/shmem-cmake -DPRIMUS_ODC_BUILD=nvshmem -DPython_EXECUTABLE="$(command -v -- "$python")" \
+        -DCMAKE_INSTALL_PREFIX="$PWD" >"$out/build.log" 2>&1 &&
+        cmake --build build/shmem-cmake --parallel >>"$out/build.log" 2>&1 &&
+        cmake --install build/shmem-cmake >>"$out/build.log" 2>&1 || {
+        tail -n 40 "$out/build.log"
+        exit 1
+    }
+}
+
+tests() { "$python" -m pytest tests/gpu/test_shmem_kernels.py -v --durations=0; }
+
+# NVSHMEM probes addresses when it starts, which the driver answers with errors that it expects: API errors are not reported.
+sanitizer() {
+    local tool
+    for tool in memcheck racecheck; do
+        ODC_SHMEM_LIGHT=1 compute-sanitizer --tool "$tool" --target-processes all --report-api-errors no --error-exitcode 9 \
+            --log-file "$out/$tool.log" "$python" -m pytest tests/gpu/test_shmem_kernels.py -v \
+            -k 'mapped-2 or network-2 or sums and 2' -p no:faulthandler || return
+        tail -n 3 "$out/$tool.log"
+    done
+}
+
+bench() {
+    local gpus
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+    "$python" -m torch.distributed.run --nproc-per-node "$gpus" scripts/bench_shmem.py "$out/bench.json"
+}
+
+for part in "${@:-build tests sanitizer bench}"; do
+    for name in $part; do
+        printf '=== %s\n' "$name"
+        started=$SECONDS
+        "$name" || { status=1 && printf 'FAILED '; }
+        printf '%s: %s s\n' "$name" "$((SECONDS - started))"
+    done
+done
+exit "$status"

@@ -1,0 +1,185 @@
+"""A library of one process: PEs are threads, arenas are host memory, a launch is carried out at once. Stands in for the native module, so
+that what Python does around it is tested without a GPU; what the kernels do is not (tests/gpu)."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+from primus_odc.symmetric.shmem import memory
+from primus_odc.symmetric.shmem.memory import ShmemMemory
+
+
+class FakeLibrary:
+    """All PEs; ``module(rank)`` is the native module of one."""
+
+    def __init__(self, ranks: int) -> None:
+        self.arenas: list[Arena | None] = [None] * ranks
+        self.mapping = list(range(ranks))
+        """PE -> whose memory a mapping of it shows; a wrong entry is a wrong mapping."""
+
+        self.together = threading.Barrier(ranks)
+        self.finalized = 0
+
+    def module(self, rank: int) -> Any:
+        def finalize() -> None:
+            self.finalized += 1
+
+        return SimpleNamespace(
+            BATCH=4,
+            SOURCES=3,
+            initialized=lambda: False,
+            unique_id=lambda: b"id",
+            init=lambda rank, ranks, id: self.together.wait(20),
+            rank=lambda: rank,
+            load_kernels=lambda code_object: None,
+            Arena=lambda nbytes: Arena(self, rank, nbytes),
+            view=lambda address, nbytes, kind, device: torch.from_numpy(_bytes(address, nbytes)).__dlpack__(),
+            finalize=finalize,
+        )
+
+
+class Arena:
+    """One PE's arena, with the functions of the native class."""
+
+    def __init__(self, library: FakeLibrary, rank: int, nbytes: int) -> None:
+        self._library = library
+        self.bytes = np.full(nbytes, 0xEE, np.uint8)
+        self._state = (0, 0, 0, 0, 0)
+        self.launches: list[int] = []
+        library.arenas[rank] = self
+        library.together.wait(20)
+
+    def address(self) -> int:
+        return int(self.bytes.ctypes.data)
+
+    def peer_address(self, pe: int) -> int:
+        peer = self._library.arenas[self._library.mapping[pe]]
+        assert peer is not None
+        return peer.address()
+
+    def status(self) -> tuple[int, int, int, int, int]:
+        return self._state
+
+    def _there(self, pe: int, symmetric: int) -> int:
+        peer = self._library.arenas[pe]
+        assert peer is not None
+        return peer.address() + symmetric - self.address()
+
+    def get(self, transfers: Sequence[tuple[int, ...]], blocks: int, stream: int) -> None:
+        self._move(transfers, put=False)
+
+    def put(self, transfers: Sequence[tuple[int, ...]], blocks: int, stream: int) -> None:
+        self._move(transfers, put=True)
+
+    def _move(self, transfers: Sequence[tuple[int, ...]], *, put: bool) -> None:
+        assert 1 <= len(transfers) <= 4
+        if self._state[0]:
+            return
+        self.launches.append(len(transfers))
+        for local, symmetric, peer, nbytes, signal, _, value, pe in transfers:
+            there = peer or self._there(pe, symmetric)
+            if nbytes:
+                ctypes.memmove(*((there, local) if put else (local, there)), nbytes)
+            if put and signal and not peer:  # as the kernel: behind the data on the same connection
+                _words(self._there(pe, signal))[0] = value
+
+    def signal(self, transfers: Sequence[tuple[int, ...]], stream: int) -> None:
+        for _, _, _, _, signal, peer_signal, value, pe in transfers:
+            if not self._state[0]:
+                _words(peer_signal or self._there(pe, signal))[0] = value
+
+    def wait(self, waits: Sequence[tuple[int, int, int]], timeout_ms: int, stream: int) -> None:
+        deadline = time.monotonic() + timeout_ms / 1000
+        for address, at_least, pe in waits:
+            while not self._state[0] and _words(address)[0] < at_least:
+                if time.monotonic() > deadline:
+                    self._state = (1, pe, address - self.address(), at_least, int(_words(address)[0]))
+                time.sleep(0)
+
+    def sum(self, wide: bool, out: int, sources: Sequence[int], count: int, add: bool, blocks: int, stream: int) -> None:
+        assert 1 <= len(sources) <= 3 and blocks >= 1
+        dtype = np.float64 if wide else np.float32
+        total, *addends = (_bytes(address, count * np.dtype(dtype).itemsize).view(dtype) for address in (out, *sources))
+        if not add:
+            total[:] = 0
+        for addend in addends:
+            total += addend
+
+    def read_words(self, words: int, host: int, count: int, stream: int) -> None:
+        ctypes.memmove(host, words, 8 * count)
+
+    def fill_pattern(self, to: int, nbytes: int, seed: int, stream: int) -> None:
+        _bytes(to, nbytes)[:] = _pattern(nbytes, seed)
+
+    def check_pattern(self, source: int, nbytes: int, seed: int, pe: int, stream: int) -> None:
+        differs = np.flatnonzero(_bytes(source, nbytes) != _pattern(nbytes, seed))
+        if len(differs) and not self._state[0]:
+            first = int(differs[0])
+            found, expected = int(_bytes(source, nbytes)[first]), int(_pattern(nbytes, seed)[first])
+            self._state = (2, pe, source + first - self.address(), expected, found)
+
+    def release(self) -> None:
+        self._library.together.wait(20)
+
+
+def _bytes(address: int, nbytes: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def _words(address: int) -> np.ndarray:
+    return _bytes(address, 8).view(np.uint64)
+
+
+def _pattern(nbytes: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+class Stream:
+    """A stream on which everything has been done."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: object = None) -> None:
+        pass
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(query=lambda: True)
+
+
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let :class:`ShmemMemory` live in host memory."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(memory, "_pinned_words", lambda count: torch.empty(count, dtype=torch.int64))
+    thread = threading.local()
+    monkeypatch.setattr(memory, "load_extension", lambda name: thread.module)
+    monkeypatch.setattr(memory, "prepare_environment", lambda name, **options: None)
+    monkeypatch.setattr(memory, "_this_thread", thread, raising=False)
+
+
+class Job:
+    """The store and the library that threads as PEs share."""
+
+    def __init__(self, nodes: Sequence[int], timeout_s: float = 10.0) -> None:
+        self.nodes = list(nodes)
+        self.library = FakeLibrary(len(nodes))
+        self._store = HashStore()
+        self._timeout_s = timeout_s
+
+    def memory(self, rank: int, nbytes: int) -> ShmemMemory:
+        """The memory of ``rank``; in its own thread, since all PEs make theirs together."""
+        vars(memory)["_this_thread"].module = self.library.module(rank)
+        names = [f"rank {r}" for r in range(len(self.nodes))]
+        store = PrefixStore("shmem", self._store)
+        return ShmemMemory("nvshmem", nbytes, rank, names, self.nodes, store, torch.device("cpu"), timeout_s=self._timeout_s)
