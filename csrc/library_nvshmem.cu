@@ -80,6 +80,9 @@ int rank() { return nvshmem_my_pe(); }
 
 void load_kernels(const std::string& code_object) {
   if (!code_object.empty()) throw std::runtime_error("the NVSHMEM kernels are linked in, no code object is loaded");
+  // CUDA loads a kernel at its first launch, which may wait for kernels that run: for an odc_wait, in the worst case.
+  cudaFuncAttributes attributes;
+  for (int k = 0; k < kKernels; ++k) cuda(cudaFuncGetAttributes(&attributes, kernels[k]), kernel_names[k]);
 }
 
 void* allocate(size_t bytes) {

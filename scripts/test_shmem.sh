@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Builds the kernels for the GPUs of this machine into the checkout and tries them: tests, compute-sanitizer, comparison with NCCL. Needs NVIDIA
-# GPUs, nvcc, CMake, and a Python with torch for CUDA (which brings NVSHMEM), pybind11 and pytest; installs nothing.
+# Builds the kernels for the GPUs of this machine into the checkout and tries them: tests, compute-sanitizer, comparison with NCCL.
+# Needs NVIDIA GPUs, nvcc, CMake, and a Python with torch for CUDA (which brings NVSHMEM), pybind11 and pytest; installs nothing.
 #   scripts/test_shmem.sh [build|tests|sanitizer|bench]...      default: all of them
-# Read from the environment: PYTHON (default python3), OUT (folder for logs and figures, default build/shmem).
+# Read from the environment: PYTHON (default python3), OUT (folder for logs and figures, default build/shmem), SANITIZER_TOOL (default
+# memcheck).
 set -euo pipefail
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -14,7 +15,7 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVL
 status=0
 
 build() {
-    cmake -S . -B build/shmem-cmake -DPRIMUS_ODC_BUILD=nvshmem -DPython_EXECUTABLE="$(command -v -- "$python")" \
+    cmake -S . -B build/shmem-cmake -DPRIMUS_ODC_BUILD=nvshmem -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
         -DCMAKE_INSTALL_PREFIX="$PWD" >"$out/build.log" 2>&1 &&
         cmake --build build/shmem-cmake --parallel >>"$out/build.log" 2>&1 &&
         cmake --install build/shmem-cmake >>"$out/build.log" 2>&1 || {
@@ -27,13 +28,13 @@ tests() { "$python" -m pytest tests/gpu/test_shmem_kernels.py -v --durations=0; 
 
 # NVSHMEM probes addresses when it starts, which the driver answers with errors that it expects: API errors are not reported.
 sanitizer() {
-    local tool
-    for tool in memcheck racecheck; do
-        ODC_SHMEM_LIGHT=1 compute-sanitizer --tool "$tool" --target-processes all --report-api-errors no --error-exitcode 9 \
-            --log-file "$out/$tool.log" "$python" -m pytest tests/gpu/test_shmem_kernels.py -v \
-            -k 'mapped-2 or network-2 or sums and 2' -p no:faulthandler || return
-        tail -n 3 "$out/$tool.log"
-    done
+    ODC_SHMEM_LIGHT=1 compute-sanitizer --tool "${SANITIZER_TOOL:-memcheck}" --target-processes all --report-api-errors no \
+        --error-exitcode 9 --log-file "$out/sanitizer.log" "$python" -m pytest tests/gpu/test_shmem_kernels.py -v \
+        -k 'mapped-2 or network-2 or sums and 2' || {
+        tail -n 40 "$out/sanitizer.log"
+        return 1
+    }
+    grep -h SUMMARY "$out/sanitizer.log"
 }
 
 bench() {
