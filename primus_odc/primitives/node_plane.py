@@ -119,7 +119,7 @@ class TwoLevelPlane(ArenaPlane):
         self._present.append(source)
 
     def send_scalar(self, home: int, slot: int, parity: int) -> None:
-        self.heap.words.put("far_scalar", self.heap.words.read(self.t.rank, "scalar", parity), 2 * slot + parity, rank=home)
+        self.heap.put_word(home, "far_scalar", self.heap.words.read(self.t.rank, "scalar", parity), 2 * slot + parity)
 
     def _put(self, rank: int, region: Region, data: torch.Tensor, epoch: int) -> None:
         self.heap.put(rank, region, data)

@@ -166,6 +166,10 @@ class SymmetricHeap:
         source = data.reshape(-1).view(torch.uint8)
         self.view(rank, region)[offset : offset + source.numel()].copy_(source)
 
+    def put_word(self, rank: int, word: str, value: int, index: int = 0) -> None:
+        """:meth:`put` of a payload word (:meth:`Words.put`) into the memory of ``rank``."""
+        self.words.put(word, value, index, rank)
+
     def signal(self, rank: int, word: str, value: int, index: int = 0) -> None:
         """Store ``word[index]`` in the memory of ``rank``, after everything this rank has put there; this rank is its only writer.
 

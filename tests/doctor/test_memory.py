@@ -18,6 +18,7 @@ from primus_odc.experiment import load_experiment
 from primus_odc.fsdp.choices import RING_SLOTS
 from primus_odc.megatron.arm import Arm
 from primus_odc.megatron.train_config import normalise
+from primus_odc.primitives.nodes import Across, group_into_nodes
 from primus_odc.primitives.spec import memory_bytes
 from tests.workers import run_workers
 
@@ -39,9 +40,11 @@ def compare(rank: int, world_size: int, words: tuple[str, ...]) -> tuple[dict[st
     arm = Arm(run.params, run.comm, VOCABULARY, init_device_mesh("cpu", (world_size,)), torch.device("cpu"))
     assert arm.engine is not None
     mode, verify = arm.engine.choices.accumulate, run.comm.odc.verify == "checksum"
+    nodes = group_into_nodes(range(world_size), run.comm.odc.ranks_per_node, world_size)
+    across = nodes.across if nodes else Across()
     result = (
         arm.engine.memory,
-        memory_bytes(groups, mode, RING_SLOTS, torch.device("cpu"), verify=verify),
+        memory_bytes(groups, mode, RING_SLOTS, torch.device("cpu"), across, verify=verify),
         arm.num_units,
         len(groups),
     )
@@ -55,6 +58,7 @@ def compare(rank: int, world_size: int, words: tuple[str, ...]) -> tuple[dict[st
     [
         (2, ("odc.accumulate=local", "--bf16", "true")),
         (3, ("odc.accumulate=owner", "odc.verify=checksum")),
+        (3, ("odc.ranks_per_node=2",)),
         (1, ("odc.accumulate=local",)),
     ],
 )
@@ -97,6 +101,7 @@ AUTO = ("odc.transport=auto", "odc.accumulate=auto", "odc.parameters=auto")
     [
         (8.0, "cpu", AUTO, "ok", "local", ""),
         (8.0, "cpu", (*AUTO, *LARGE), "ok", "owner", ""),
+        (8.0, "cpu", (*AUTO, *LARGE, "odc.ranks_per_node=2"), "problem", "local", "a rank: fewer ranks, or"),
         (1.0, "cpu", (*AUTO, *LARGE), "problem", "owner", "fewer ranks"),
         (0.0001, "cpu", AUTO, "problem", "owner", "fewer ranks"),
         (0.001, "cpu", ("odc.accumulate=local",), "problem", "local", "odc.accumulate: owner"),
@@ -112,3 +117,17 @@ def test_too_little_memory_is_a_problem(
     assert setting in finding.setting
     arena, total = finding.details["arena_bytes"], sum(finding.details["bytes"].values())
     assert 0 < arena < total
+    across = finding.details["bytes"]["fan_out"] > 0 and finding.details["bytes"]["staging"] > 0
+    assert across == (finding.details["choices"]["nodes"] > 1) == ("odc.ranks_per_node=2" in words)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "words", "found"),
+    [
+        ("cpu", ("odc.accumulate=owner",), "2 nodes, and odc.accumulate: owner would push"),
+        ("cuda", ("odc.transport=auto",), "2 nodes, and odc.transport: symm_mem reaches one"),
+    ],
+)
+def test_what_nodes_do_not_allow_is_a_problem(device_type: str, words: tuple[str, ...], found: str) -> None:
+    (finding,) = run_workers(judge, 1, 8.0, device_type, (*words, "odc.ranks_per_node=2"))
+    assert finding.severity == "problem" and found in finding.found, finding

@@ -8,17 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primus_odc.primitives import spec
+from primus_odc.primitives.nodes import Across
 from primus_odc.primitives.spec import layout_digest, memory_bytes, piece_bytes, plan_arena, word_counts
 from tests.primitives.groups import SHAPES, groups, make_group
 
 CPU = torch.device("cpu")
 
 
-@given(st.lists(groups(shards=3), max_size=4), st.sampled_from(["local", "owner"]), st.integers(1, 3))
+ACROSS = st.builds(Across, st.integers(0, 3), st.integers(0, 2))
+
+
+@given(st.lists(groups(shards=3), max_size=4), st.sampled_from(["local", "owner"]), st.integers(1, 3), ACROSS)
 @settings(deadline=None, max_examples=50)
-def test_the_arena_is_what_memory_bytes_announces(parts: list[spec.GroupSpec], mode: str, slots: int) -> None:
-    plan, memory, rings = plan_arena(parts, mode, slots, CPU), memory_bytes(parts, mode, slots, CPU), 3 if parts else 1
-    shared = memory["shards"] + memory["gradients"] + memory["ring"]
+def test_the_arena_is_what_memory_bytes_announces(parts: list[spec.GroupSpec], mode: str, slots: int, across: Across) -> None:
+    plan, memory = plan_arena(parts, mode, slots, CPU, across), memory_bytes(parts, mode, slots, CPU, across)
+    rings = 3 if parts else 1
+    shared = sum(memory[purpose] for purpose in ("shards", "gradients", "ring", "fan_out", "staging"))
     assert shared <= plan.nbytes <= shared + 3 * 256  # each ring may be padded to the arena's alignment
     for i, g in enumerate(parts):
         assert plan.regions[f"shard.{i}"].nbytes == g.shard_nbytes
@@ -51,6 +56,17 @@ def test_the_digest_covers_what_must_be_equal_and_nothing_else() -> None:
     digests = [layout_digest([other], ["local", 4]) for other in others]
     digests += [layout_digest([group, group], ["local", 4]), layout_digest([group], ["owner", 4]), digest]
     assert len(set(digests)) == len(digests)
+
+
+def test_what_lies_in_the_arena_for_other_nodes() -> None:
+    parts = [make_group("a", ((6, 2, True),), 3, 0), make_group("b", ((3, 5, True),), 3, 0)]  # shards of 4 and 5 elements
+    plan, memory = plan_arena(parts, "local", 0, CPU, Across(2, 1)), memory_bytes(parts, "local", 0, CPU, Across(2, 1))
+    assert (memory["fan_out"], memory["staging"]) == (2 * 2 * 256, 2 * 256)
+    sizes = {name: region.nbytes for name, region in plan.regions.items() if name[:2] in ("la", "st")}
+    # 16 and 20 bytes, to a multiple of 8, and a checksum
+    assert sizes == {"land.0.0": 24, "land.1.0": 24, "stage.0.0": 24, "land.0.1": 32, "land.1.1": 32, "stage.0.1": 32}
+    words = word_counts(2, "local", 5, 3, 0, Across(2, 1))
+    assert (words["landed"], words["arrived"], words["node_done"], words["partial"], words["far_scalar"]) == (4, 4, 2, 6, 4)
 
 
 def test_words_of_both_modes() -> None:
