@@ -2,8 +2,8 @@
 
 Rank r of n, each step under the same time limit:
 
-1. store ``arrived/r``; wait for ``arrived`` of all. So whoever is missing is known before a library blocks in its own start-up, while the
-   store can still say who.
+1. store ``arrived/r``, which names the machine; wait for all. So whoever is missing is known before a library blocks in its own start-up,
+   while the store can still say who; and what the library needs between machines is known before it starts.
 2. rank 0 makes the unique id and stores ``id``; the others wait for it.
 3. start the library, in a thread of its own: its connections have no time limit that could be set from here, and MORI binds the thread that
    starts it to the CPUs of its GPU, which data loaders made later would inherit.
@@ -51,13 +51,18 @@ class Gathering:
         return [name for r, name in enumerate(self.names) if not self._store.check([f"{point}/{r}"])]
 
     def meet(self, point: str) -> None:
-        """Reach ``point`` and wait for all.
+        """Reach ``point`` and wait for all; raises as :meth:`exchange`."""
+        self.exchange(point, "1")
+
+    def exchange(self, point: str, value: str) -> list[str]:
+        """Reach ``point`` with a value; those of all ranks, in rank order.
 
         Raises:
             PeerTimeoutError: naming who did not come.
         """
-        self.reach(point)
+        self._store.set(f"{point}/{self.rank}", value)
         self._until(lambda: not self.missing(point), lambda: f"{point}: {_some(self.missing(point))} did not get there")
+        return [self._store.get(f"{point}/{r}").decode() for r in range(len(self.names))]
 
     def share(self, key: str, make: Callable[[], bytes]) -> bytes:
         """What rank 0 makes, on all ranks.
@@ -105,12 +110,13 @@ class Gathering:
             time.sleep(_POLL_S)
 
 
-def start_library(extension: ModuleType, gathering: Gathering, prepare_thread: Callable[[], None]) -> None:
+def start_library(extension: ModuleType, gathering: Gathering, prepare: Callable[[int], None], prepare_thread: Callable[[], None]) -> None:
     """Start the library of ``extension`` on all ranks (collective).
 
     Args:
         extension: the native module.
         gathering: the ranks.
+        prepare: called with the number of machines before the library starts; sets its environment.
         prepare_thread: called in the thread that starts the library; makes this rank's GPU its current device.
 
     Raises:
@@ -122,7 +128,7 @@ def start_library(extension: ModuleType, gathering: Gathering, prepare_thread: C
             f"{gathering.names[gathering.rank]}: something else in this process has started the library already, so its heap has not the "
             "size this model needs; start it after primus_odc.attach, or not at all"
         )
-    gathering.meet("arrived")
+    prepare(len(set(gathering.exchange("arrived", _machine()))))
     unique_id = gathering.share("id", extension.unique_id)
 
     def start() -> None:
@@ -132,6 +138,11 @@ def start_library(extension: ModuleType, gathering: Gathering, prepare_thread: C
     gathering.together("started", start)
     if extension.rank() != gathering.rank:
         raise OdcError(f"{gathering.names[gathering.rank]}: the library calls this rank PE {extension.rank()}")
+
+
+def _machine() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:

@@ -5,6 +5,7 @@ A variable the user set is never changed. If it fits, it stays; if it does not, 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, MutableMapping
 
 from primus_odc.errors import ConfigError
@@ -28,7 +29,7 @@ def prepare_environment(
     *,
     arena_nbytes: int,
     pes: int,
-    nodes: int,
+    machines: int,
     interface: str | None,
     environment: MutableMapping[str, str],
 ) -> None:
@@ -38,29 +39,32 @@ def prepare_environment(
         library: which one.
         arena_nbytes: what will be allocated in its heap, in bytes.
         pes: ranks of the job.
-        nodes: nodes they run on.
+        machines: how many they run on.
         interface: network interface for the start-up's own connections (``odc.interface``); None: the library's choice.
         environment: read and changed; ``os.environ``.
 
     Raises:
         ConfigError: with every setting that cannot work, and what to set instead.
     """
-    problems = [*_mori_problems(environment, pes)] if library == "mori" else [*_nvshmem_problems(environment, nodes)]
+    problems = [*_mori_problems(environment, pes)] if library == "mori" else [*_nvshmem_problems(environment, machines)]
     wanted = {_HEAP_SIZE[library]: str(heap_nbytes(arena_nbytes))}
     if interface is not None:
         wanted[_INTERFACE[library]] = interface
-    if library == "nvshmem" and nodes > 1:
+        present = [name for _, name in socket.if_nameindex()]
+        if interface not in present:
+            problems.append(f"odc.interface: {interface} is no network interface of this machine; there are {', '.join(present)}")
+    if library == "nvshmem" and machines > 1:
         wanted["NVSHMEM_IB_ENABLE_IBGDA"] = "1"  # else a thread of the host would post every request
     for name, value in wanted.items():
-        present = environment.get(name)
-        if present is None:
+        users = environment.get(name)
+        if users is None:
             continue
         if name == _HEAP_SIZE[library]:
-            size = parse_size(present)
+            size = parse_size(users)
             if size is None or size < int(value):
-                problems.append(f"{name}={present}: this model needs {value}; unset it, it is then set to what is needed")
-        elif name == _INTERFACE[library] and present != value:
-            problems.append(f"{name}={present} and odc.interface: {value} name different interfaces: remove one")
+                problems.append(f"{name}={users}: this model needs {value}; unset it, it is then set to what is needed")
+        elif name == _INTERFACE[library] and users != value:
+            problems.append(f"{name}={users} and odc.interface: {value} name different interfaces: remove one")
     if problems:
         raise ConfigError(problems)
     for name, value in wanted.items():
@@ -103,8 +107,8 @@ def _mori_problems(environment: Mapping[str, str], pes: int) -> list[str]:
     return problems
 
 
-def _nvshmem_problems(environment: Mapping[str, str], nodes: int) -> list[str]:
+def _nvshmem_problems(environment: Mapping[str, str], machines: int) -> list[str]:
     name = "NVSHMEM_IB_ENABLE_IBGDA"
-    if nodes > 1 and name in environment and not _on(environment, name):
-        return [f"{name}={environment[name]}: the GPUs post their own requests between nodes; unset it"]
+    if machines > 1 and name in environment and not _on(environment, name):
+        return [f"{name}={environment[name]}: the GPUs post their own requests between machines; unset it"]
     return []

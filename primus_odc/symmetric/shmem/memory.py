@@ -93,12 +93,15 @@ class ShmemMemory:
         pes = len(self.names)
         self._probe = align(nbytes)
         total = self._probe + 3 * pes * _PROBE_STRIDE + align(pes * WORD_BYTES)
-        prepare_environment(library, arena_nbytes=total, pes=pes, nodes=len(set(nodes)), interface=interface, environment=os.environ)
         self._extension: ModuleType = load_extension(library)
         kernels = str(code_object.code_object(self._target(nic))) if library == "mori" else ""
         self._gathering = Gathering(store, rank, self.names, timeout_s)
         use_device = partial(torch.cuda.set_device, device)
-        start_library(self._extension, self._gathering, use_device)
+
+        def prepare(machines: int) -> None:
+            prepare_environment(library, arena_nbytes=total, pes=pes, machines=machines, interface=interface, environment=os.environ)
+
+        start_library(self._extension, self._gathering, prepare, use_device)
 
         def allocate() -> None:
             use_device()

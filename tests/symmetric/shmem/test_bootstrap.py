@@ -25,6 +25,7 @@ class Library:
         self._rank = rank
         self._everybody = everybody
         self.ids: list[bytes] = []
+        self.machines: list[int] = []
 
     def initialized(self) -> bool:
         return self.started_by is not None
@@ -56,7 +57,7 @@ def start(
     def rank(r: int) -> None:
         try:
             gathering = Gathering(store, r, [f"rank {n}" for n in range(ranks)], TIMEOUT_S)
-            start_library(cast(Any, libraries[r]), gathering, lambda: None)
+            start_library(cast(Any, libraries[r]), gathering, lambda machines: libraries[r].machines.append(machines), lambda: None)
         except OdcError as error:
             errors[r] = error
 
@@ -76,6 +77,7 @@ def test_all_ranks_start_with_the_id_of_rank_0_in_a_thread_of_its_own() -> None:
     assert errors == [None] * 5
     assert [library.ids for library in libraries] == [[b"\0id\xff" * 32]] * 5
     assert {library.started_by for library in libraries} == {"primus_odc started"}
+    assert [library.machines for library in libraries] == [[1]] * 5
 
 
 @pytest.mark.parametrize("absent", [0, 2])

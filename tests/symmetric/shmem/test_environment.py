@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from primus_odc.errors import ConfigError
@@ -12,16 +14,16 @@ GIB = 1 << 30
 
 
 def prepare(
-    library: Library, environment: dict[str, str], *, pes: int = 16, nodes: int = 2, interface: str | None = None
+    library: Library, environment: dict[str, str], *, pes: int = 16, machines: int = 2, interface: str | None = None
 ) -> dict[str, str]:
-    prepare_environment(library, arena_nbytes=GIB, pes=pes, nodes=nodes, interface=interface, environment=environment)
+    prepare_environment(library, arena_nbytes=GIB, pes=pes, machines=machines, interface=interface, environment=environment)
     return environment
 
 
-def problems(library: Library, environment: dict[str, str], *, pes: int = 16, nodes: int = 2, interface: str | None = None) -> str:
+def problems(library: Library, environment: dict[str, str], *, pes: int = 16, machines: int = 2, interface: str | None = None) -> str:
     before = dict(environment)
     with pytest.raises(ConfigError) as caught:
-        prepare(library, environment, pes=pes, nodes=nodes, interface=interface)
+        prepare(library, environment, pes=pes, machines=machines, interface=interface)
     assert environment == before
     return "\n".join(caught.value.problems)
 
@@ -30,7 +32,7 @@ def test_the_heap_is_as_large_as_the_arena_needs() -> None:
     assert GIB < heap_nbytes(GIB) < GIB + (1 << 28) and heap_nbytes(GIB + 1) % (1 << 20) == 0
     assert prepare("mori", {}) == {"MORI_SHMEM_HEAP_SIZE": str(heap_nbytes(GIB))}
     assert prepare("nvshmem", {}) == {"NVSHMEM_SYMMETRIC_SIZE": str(heap_nbytes(GIB)), "NVSHMEM_IB_ENABLE_IBGDA": "1"}
-    assert "NVSHMEM_IB_ENABLE_IBGDA" not in prepare("nvshmem", {}, nodes=1)
+    assert "NVSHMEM_IB_ENABLE_IBGDA" not in prepare("nvshmem", {}, machines=1)
 
 
 @pytest.mark.parametrize("library, name", [("mori", "MORI_SHMEM_HEAP_SIZE"), ("nvshmem", "NVSHMEM_SYMMETRIC_SIZE")])
@@ -75,14 +77,16 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("library, name", [("mori", "MORI_SOCKET_IFNAME"), ("nvshmem", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")])
-def test_an_interface_is_named_once(library: Library, name: str) -> None:
+def test_an_interface_is_named_once(library: Library, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth1")])
     assert prepare(library, {}, interface="eth1")[name] == "eth1"
     assert prepare(library, {name: "eth1"}, interface="eth1")[name] == "eth1"
     assert prepare(library, {name: "eth0"})[name] == "eth0"
     told = problems(library, {name: "eth0"}, interface="eth1")
     assert "eth0" in told and "eth1" in told
+    assert "ib7 is no network interface of this machine; there are lo, eth1" in problems(library, {}, interface="ib7")
 
 
 def test_a_host_thread_that_posts_for_the_gpu_is_refused_between_nodes() -> None:
     assert "NVSHMEM_IB_ENABLE_IBGDA=0" in problems("nvshmem", {"NVSHMEM_IB_ENABLE_IBGDA": "0"})
-    assert prepare("nvshmem", {"NVSHMEM_IB_ENABLE_IBGDA": "0"}, nodes=1)["NVSHMEM_IB_ENABLE_IBGDA"] == "0"
+    assert prepare("nvshmem", {"NVSHMEM_IB_ENABLE_IBGDA": "0"}, machines=1)["NVSHMEM_IB_ENABLE_IBGDA"] == "0"
