@@ -19,7 +19,7 @@ export PRIMUS_PATH MEGATRON_PATH=${MEGATRON_PATH:-$PRIMUS_PATH/third_party/Megat
 python=$(find_python)
 device=${DEVICE:-cuda}
 nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
-arms=(nccl_pad odc_pad odc_nopad odc_nopad:resident)
+arms=(nccl_pad odc_nopad odc_nopad:resident odc_pad)
 both=(--arms "${arms[@]}" --shape "${SHAPE:-qwen2-1.5b}" --minibatches "${MINIBATCHES:-6}" --device "$device" --nproc "$nproc")
 optimizer=local
 [[ $device == cpu ]] || optimizer=graph

@@ -30,13 +30,14 @@ from primus_odc.bench.beside_bench import Point, render_beside
 from primus_odc.bench.job import LENGTHS, ArmSpec, arm_spec
 from primus_odc.bench.lengths import draw_minibatches
 from primus_odc.bench.shapes import SHAPES
+from primus_odc.bench.summary import BASELINE
 from primus_odc.data.stream import epoch_order
 from primus_odc.errors import ConfigError
 from primus_odc.planning.cost import ATTENTION_TOKENS, CostModel
 from primus_odc.report.logs import StepLog, read_step_log
 
 PRESETS = Path(primus_odc.__file__).parent / "primus" / "presets"
-ARMS = ("nccl_pad", "odc_pad", "odc_nopad", "odc_nopad:resident")
+ARMS = (BASELINE, "odc_nopad", "odc_nopad:resident", "odc_pad")
 SEED = 1234  # of Primus' run; the lengths have a seed of their own
 PASSES = 2
 _MARKERS = 2  # the byte tokenizer's begin and end
@@ -211,7 +212,7 @@ def add_primus_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_in_primus(args: argparse.Namespace) -> int:
-    """Train all arms; returns 0, or 1 if one of them failed. The others are run and told all the same.
+    """Train all arms; returns 0, or 1 if one of them failed. Without the baseline the others are left out, else run and told all the same.
 
     Raises:
         ConfigError: arguments that cannot be.
@@ -238,7 +239,7 @@ def run_in_primus(args: argparse.Namespace) -> int:
     )
     _check(job)
     job.folder.mkdir(parents=True, exist_ok=True)
-    data = job.write_samples()
+    data, summary = job.write_samples(), job.folder / "summary.md"
     logs: dict[str, StepLog] = {}
     failures: list[str] = []
     for arm in job.arms:
@@ -248,9 +249,11 @@ def run_in_primus(args: argparse.Namespace) -> int:
         except ConfigError as error:
             failures += error.problems
         print(f"{arm.name} in Primus: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    text = render_beside(logs, job.point, args.beside)
-    (job.folder / "summary.md").write_text(text, encoding="utf-8")
-    print(text)
+        if arm.name == BASELINE and failures:
+            break  # nothing to compare with
+        summary.write_text(render_beside(logs, job.point, args.beside), encoding="utf-8")
+    if summary.exists():
+        print(summary.read_text(encoding="utf-8"))
     for failure in failures:
         print(f"primus-odc: error: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -274,4 +277,4 @@ def _check(job: InPrimus) -> None:
 
 
 def _known(arm: ArmSpec) -> bool:
-    return arm.name == "nccl_pad" or arm.options is not None
+    return arm.name == BASELINE or arm.options is not None

@@ -6,6 +6,7 @@ presets carry with a harmless value is accepted with that value; what is absent 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ _SFT_LOCAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "window_size": ((None,), "packed attention sees the whole sample"),
     "softmax_type": (("vanilla", None), "packed attention has the usual softmax"),
 }
+_TRANSFORMER_ENGINE = ("apply_rope_fusion", "moe_permute_fusion")
+_MASKED_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
 # Arguments of Megatron's own SFT dataset, which is not used here.
 _MEGATRON_SFT_KEYS = ("sft_tokenizer_prompt_format",)
 NEEDED_PATCHES = ("megatron.fsdp.torch_fsdp2", "megatron.args.iterations_to_skip_default")
@@ -107,13 +110,19 @@ class Checked:
     """The arguments as :mod:`primus_odc.data` reads them."""
 
 
-def check(args: Any, kind: Kind, environment: Mapping[str, str] = os.environ) -> Checked:
+def find_package(name: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def check(args: Any, kind: Kind, environment: Mapping[str, str] = os.environ, installed: Callable[[str], bool] = find_package) -> Checked:
     """Refuse what cannot be trained.
 
     Args:
         args: Megatron's arguments with Primus' and our keys among them.
         kind: which trainer.
         environment: of the process.
+        installed: whether a package is there.
 
     Raises:
         ConfigError: everything that is wrong, each with the key and what to set.
@@ -138,7 +147,7 @@ def check(args: Any, kind: Kind, environment: Mapping[str, str] = os.environ) ->
     problems += _unaccepted(keys, _ALWAYS)
     if kind == "sft":
         problems += _unaccepted(keys, _SFT) + _sft(keys) + _data(params)
-    problems += _sizes(keys) + patch_problems(environment)
+    problems += _implementation(keys, kind, installed) + _sizes(keys) + patch_problems(environment)
     if environment.get("FUSED_LINEAR_CE", "0") == "1":
         problems.append(f"the environment variable FUSED_LINEAR_CE is 1; unset it: {_ALWAYS['enable_fused_linear_ce'][1]}")
     if problems:
@@ -172,6 +181,32 @@ def _sft(keys: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def _implementation(keys: Mapping[str, Any], kind: Kind, installed: Callable[[str], bool]) -> list[str]:
+    """Keys that need TransformerEngine or Apex, and end in a bare assertion or an import error of Megatron's where those are missing."""
+    local = keys.get("transformer_impl") == "local"
+    problems = []
+    if not installed("transformer_engine"):
+        off = ", ".join(f"{key}: false" for key in _TRANSFORMER_ENGINE)
+        # Packed attention without TransformerEngine refuses the fused kernel for a reason of its own.
+        elsewhere = ("apply_rope_fusion",) if local and kind == "sft" else ()
+        if keys.get("transformer_impl") == "transformer_engine":
+            problems.append(
+                "transformer_impl: transformer_engine needs the package transformer_engine, which is not installed: install it, or set "
+                f"transformer_impl: local, no_persist_layer_norm: true, {off}"
+            )
+        else:
+            problems += [
+                f"{key}: true needs the package transformer_engine, which is not installed; set it to false"
+                for key in _TRANSFORMER_ENGINE
+                if keys.get(key) is True and key not in elsewhere
+            ]
+    if local and keys.get("no_persist_layer_norm") is False and (keys.get("normalization") == "RMSNorm" or not installed("apex")):
+        problems.append("no_persist_layer_norm: false needs Apex and LayerNorm where transformer_impl is local; set it to true")
+    if local and kind == "pretrain" and keys.get("masked_softmax_fusion") is True and not installed(_MASKED_SOFTMAX):
+        problems.append(f"masked_softmax_fusion: true needs the kernel {_MASKED_SOFTMAX}, which Primus does not compile; set it to false")
+    return problems
+
+
 def _data(params: Mapping[str, Any]) -> list[str]:
     try:
         parse_data(params)
@@ -186,6 +221,7 @@ def _sizes(keys: Mapping[str, Any]) -> list[str]:
     for key in ("train_iters", "global_batch_size", "micro_batch_size", "seq_length"):
         if not whole(keys.get(key)):
             problems.append(f"{key} is {describe(keys.get(key))}; it must be a whole number of at least 1")
+    problems += _warm_up(keys)
     batch, micro, ranks = keys.get("global_batch_size"), keys.get("micro_batch_size"), keys.get("world_size", 1)
     if problems or batch is None or micro is None:
         return problems
@@ -196,6 +232,18 @@ def _sizes(keys: Mapping[str, Any]) -> list[str]:
             f"set it to {-(-batch // together) * together}"
         )
     return problems
+
+
+def _warm_up(keys: Mapping[str, Any]) -> list[str]:
+    """Megatron stops at a bare assertion."""
+    if any(keys.get(key) for key in ("lr_warmup_fraction", "lr_warmup_samples", "lr_decay_samples")):
+        return []
+    warm_up, decay = keys.get("lr_warmup_iters") or 0, keys.get("lr_decay_iters") or keys.get("train_iters")
+    if isinstance(warm_up, int) and isinstance(decay, int) and warm_up >= decay:
+        return [
+            f"lr_warmup_iters: {warm_up} is not below lr_decay_iters (else train_iters) = {decay}; set a smaller one, or more iterations"
+        ]
+    return []
 
 
 def patch_problems(environment: Mapping[str, str]) -> list[str]:

@@ -183,7 +183,8 @@ from types import SimpleNamespace
 from primus_odc.experiment import load_experiment
 from primus_odc.primus.refusals import check
 params = load_experiment(sys.argv[1]).params
-print("CHECKED", check(SimpleNamespace(**params, world_size=int(sys.argv[2])), "sft").comm.comm_backend, params["num_layers"])
+checked = check(SimpleNamespace(**params, world_size=int(sys.argv[2])), "sft", installed=lambda package: True)
+print("CHECKED", checked.comm.comm_backend, params["num_layers"])
 """
 
 
@@ -195,6 +196,33 @@ def test_presets_of_the_deepseek_models_pass_every_check(primus: Primus, model: 
     command = [sys.executable, "-c", CHECK_PRESET, str(preset), str(ranks)]
     result = subprocess.run(command, env=environment, cwd=primus.workspace, capture_output=True, text=True, timeout=200)
     assert f"CHECKED {arm} {layers}\n" in result.stdout, result.stderr
+
+
+def test_the_benchmark_runs_the_arms_on_the_minibatches_of_bench_train(primus: Primus, tmp_path: Path) -> None:
+    """All of it, as scripts/primus_gpu.sh does on GPUs."""
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("PRIMUS", "MASTER", "TORCHELASTIC"))},
+        "PRIMUS_PATH": str(primus.path),
+        "MEGATRON_PATH": str(primus.megatron),
+        "MEGATRON_HELPERS": str(primus.helpers),
+        "PYTHON": sys.executable,
+        "LAUNCHER": "primus_odc.primus.launch",
+        "SCRIPT": str(Path(__file__).parent / "cpu_primus.py"),
+        "DEVICE": "cpu",
+        "SHAPE": "tiny",
+        "MINIBATCHES": "2",
+        "NPROC": "2",
+    }
+    script = Path(__file__).resolve().parents[2] / "scripts" / "primus_gpu.sh"
+    result = subprocess.run(
+        ["bash", str(script), str(tmp_path)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=570
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    summary = (tmp_path / "primus" / "summary.md").read_text()
+    for arm in ("nccl_pad", "odc_pad", "odc_nopad", "odc_nopad:resident"):
+        assert f"\n| {arm} | " in summary
+    assert summary.count("of bench train's speed-up") == 3
+    assert (tmp_path / "compare-odc_nopad" / "result.json").exists()
 
 
 # SGD without momentum has no state: Megatron cannot read back that of a torch optimizer without TransformerEngine or Apex.

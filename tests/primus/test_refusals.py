@@ -105,6 +105,14 @@ def test_the_cap_is_a_microbatch_of_pretraining_or_what_is_asked_for() -> None:
         ({"eval_iters": 1}, "eval_iters needs validation samples"),
         ({"sft_conversation_format": "alpaca"}, "sft_conversation_format"),
         ({"tokenizer_type": "NullTokenizer"}, "tokenizer_type"),
+        ({"lr_warmup_iters": 10}, "lr_warmup_iters: 10 is not below lr_decay_iters (else train_iters) = 10"),
+        ({"moe_permute_fusion": True}, "moe_permute_fusion: true needs the package transformer_engine"),
+        ({"no_persist_layer_norm": False, "normalization": "RMSNorm"}, "no_persist_layer_norm: false"),
+        (
+            {"transformer_impl": "transformer_engine", "moe_permute_fusion": True},
+            "not installed: install it, or set transformer_impl: local, no_persist_layer_norm: true, apply_rope_fusion: false, "
+            "moe_permute_fusion: false",
+        ),
     ],
 )
 def test_each_reason_alone(changes: dict[str, Any], message: str) -> None:
@@ -144,3 +152,18 @@ def test_what_only_packing_needs_is_free_in_pretraining() -> None:
         "tokenizer_type": "NullTokenizer",
     }
     check(SimpleNamespace(**{**GOOD, **free}), "pretrain", {})
+
+
+def test_kernels_of_packages_are_asked_for_where_these_are_missing_only() -> None:
+    fused = {"transformer_impl": "local", "masked_softmax_fusion": True, "apply_rope_fusion": True, "no_persist_layer_norm": False}
+    args = SimpleNamespace(**{**GOOD, **fused, "normalization": "LayerNorm"})
+    with pytest.raises(ConfigError) as caught:
+        check(args, "pretrain", {}, lambda package: False)
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "apply_rope_fusion",
+        "no_persist_layer_norm",
+        "masked_softmax_fusion",
+    ]
+    check(args, "pretrain", {}, lambda package: True)
+    engine = SimpleNamespace(**{**GOOD, "transformer_impl": "transformer_engine", "apply_rope_fusion": True, "moe_permute_fusion": True})
+    check(engine, "sft", {}, lambda package: package == "transformer_engine")
