@@ -32,9 +32,8 @@ sys.exit(int(os.environ.get("STUB_CHECK_EXIT", "0")))
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Launch:
-    """Runs run_odc.sh in an environment of its own; `devices` is what the stub torch says it sees, `cores` what the process may use,
-    keywords are environment variables."""
+def stubs(tmp_path: Path) -> dict[str, str]:
+    """An environment in which Python finds the stubs and nothing else."""
     for package in ("torch", "torch/distributed", "primus_odc"):
         (tmp_path / "stubs" / package).mkdir(parents=True)
         (tmp_path / "stubs" / package / "__init__.py").touch()
@@ -45,13 +44,20 @@ def launch(tmp_path: Path) -> Launch:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
+    return {"PATH": os.environ["PATH"], "PYTHON": str(python), "PYTHONPATH": str(tmp_path / "stubs")}
+
+
+@pytest.fixture
+def launch(tmp_path: Path, stubs: dict[str, str]) -> Launch:
+    """Runs run_odc.sh in an environment of its own; `devices` is what the stub torch says it sees, `cores` what the process may use,
+    keywords are environment variables."""
 
     def run(*arguments: str, devices: int = 0, cores: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "stubs/torch/__init__.py").write_text(
             f"import os\nos.sched_getaffinity = lambda pid: set(range({cores}))\n"
             f"class cuda:\n    device_count = staticmethod(lambda: {devices})\n"
         )
-        environment = {"PATH": os.environ["PATH"], "PYTHON": str(python), "PYTHONPATH": str(tmp_path / "stubs"), **variables}
+        environment = {**stubs, **variables}
         command = ["bash", str(ROOT / "scripts" / "run_odc.sh"), *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
 
@@ -141,6 +147,39 @@ def test_several_nodes_meet_at_the_master(launch: Launch) -> None:
     result = launch("config.yaml", GPUS_PER_NODE="8", NNODES="4", NODE_RANK="3", MASTER_ADDR="node-0", MASTER_PORT="1234")
     rendezvous = ["--nnodes", "4", "--node-rank", "3", "--master-addr", "node-0", "--master-port", "1234"]
     assert started(result)[: len(rendezvous)] == rendezvous
+
+
+SRUN = """#!/usr/bin/env bash
+# Stands in for srun: runs the task of each node here, one after the other; the job fails as its last failing task does.
+[[ $1 == --ntasks-per-node=1 ]] || exit 9
+shift
+status=0
+for node in 0 1; do SLURM_NODEID=$node "$@" || status=$?; done
+exit "$status"
+"""
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_the_lines_for_slurm_start_every_node(tmp_path: Path, stubs: dict[str, str], status: int) -> None:
+    """Those of docs/reproduce.md, as they stand there."""
+    page = (ROOT / "docs" / "reproduce.md").read_text()
+    lines = page.partition("Under Slurm")[2].partition("```bash\n")[2].partition("```")[0]
+    assert "srun" in lines
+    for name, text in (("srun", SRUN), ("scontrol", "#!/usr/bin/env bash\nprintf 'node-0\\nnode-1\\n'\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "stubs/torch/__init__.py").write_text("class cuda:\n    device_count = staticmethod(lambda: 8)\n")
+    (tmp_path / "sft_deepseek_r1_distill_qwen_14B.yaml").touch()
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    environment = {**stubs, "PATH": f"{tmp_path}:{stubs['PATH']}", "SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_JOB_NUM_NODES": "2"}
+    environment |= {"PRIMUS_ODC_PRESETS": str(tmp_path), "STUB_EXIT": str(status)}
+    result = subprocess.run(["bash", "-c", lines], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
+    assert result.returncode == status, result.stderr
+    nodes = [json.loads(line.removeprefix("STARTED ")) for line in result.stdout.splitlines() if line.startswith("STARTED ")]
+    for rank, arguments in enumerate(nodes):
+        shared = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "node-0", "--master-port", "29500"]
+        assert arguments[:10] == [*shared, "--nproc-per-node", "8"]
+    assert len(nodes) == 2
 
 
 def test_a_given_port_is_used_on_one_node_too(launch: Launch) -> None:

@@ -161,6 +161,48 @@ def test_comm_backend_unset_is_the_same_training_as_without_the_plugin(primus: P
     assert len(native_metrics(jobs[0])) == 4
 
 
+DOCKER = """#!/usr/bin/env bash
+# Stands in for docker: says how it was called and runs the container's command here.
+[[ ${1:-} == run ]] || exit 0
+while (($#)) && [[ $1 != IMAGE ]]; do echo "DOCKER $1"; shift; done
+shift
+exec "$@"
+"""
+CONTAINER = """container:
+  options:
+    image: "IMAGE"
+    device:
+      - "/dev/null"
+"""
+
+
+def test_a_container_gets_the_plugin_by_a_patch_and_the_words_of_the_experiment(primus: Primus, tmp_path: Path) -> None:
+    """Primus' own scripts up to the command that would train; a dry run executes patches."""
+    for name, text in (("docker", DOCKER), ("install_odc.sh", "echo INSTALLED in $PWD >&2\n"), ("container.yaml", CONTAINER)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "rocm" / "lib").mkdir(parents=True)
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("PRIMUS")},
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PRIMUS_ODC_PRESETS": str(PRESET_FOLDER),
+        "ROCM_HOME": str(tmp_path / "rocm"),
+        "PRIMUS_SKIP_VALIDATION": "1",
+        "PRIMUS_SKIP_PIP": "1",
+        "GPUS_PER_NODE": "2",
+    }
+    command = ["bash", str(primus.path / "runner" / "primus-cli"), "--config", str(tmp_path / "container.yaml"), "container"]
+    command += ["--volume", str(tmp_path), "--", "--dry-run", "--patch", str(tmp_path / "install_odc.sh"), "--env", "ODC_ARM=odc_pad", "--"]
+    command += ["train", "posttrain", "--config", str(PRESET_FOLDER / "tiny_sft.yaml")]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    told = result.stdout + result.stderr
+    assert result.returncode == 0, told
+    assert f"DOCKER --volume\nDOCKER {tmp_path}\n" in told
+    assert f"INSTALLED in {primus.path}" in told
+    assert "ODC_ARM=odc_pad" in told and f"PRIMUS_ODC_PRESETS={PRESET_FOLDER}" in told
+    assert f"primus/cli/main.py train posttrain --config {PRESET_FOLDER / 'tiny_sft.yaml'}" in told
+
+
 def test_recomputed_layers_change_nothing(primus: Primus, trained: Trained) -> None:
     words = ("--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", "1")
     log = primus.run(2, PRESETS["sft"], *words, "--train_iters", "3", "--eval_iters", "0", name="recomputed").log()
@@ -198,6 +240,7 @@ def test_presets_of_the_deepseek_models_pass_every_check(primus: Primus, model: 
     assert f"CHECKED {arm} {layers}\n" in result.stdout, result.stderr
 
 
+@pytest.mark.timeout(900)
 def test_the_benchmark_runs_the_arms_on_the_minibatches_of_bench_train(primus: Primus, tmp_path: Path) -> None:
     """All of it, as scripts/primus_gpu.sh does on GPUs."""
     environment = {
@@ -214,9 +257,7 @@ def test_the_benchmark_runs_the_arms_on_the_minibatches_of_bench_train(primus: P
         "NPROC": "2",
     }
     script = Path(__file__).resolve().parents[2] / "scripts" / "primus_gpu.sh"
-    result = subprocess.run(
-        ["bash", str(script), str(tmp_path)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=570
-    )
+    result = subprocess.run(["bash", str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=880)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     summary = (tmp_path / "primus" / "summary.md").read_text()
     for arm in ("nccl_pad", "odc_pad", "odc_nopad", "odc_nopad:resident"):
