@@ -115,8 +115,8 @@ class OdcConfig:
 
     ranks_per_node: int | None = None
     """How many consecutive ranks share a node (the last one may have fewer). Unset: all, as the transports of this version reach one host.
-    Set it to make several nodes of one machine on `transport: host`: each shard then enters a node once a minibatch, gradients are added up
-    inside a node and cross once, and `accumulate` is `local`.
+    Set it to take one machine for several nodes: each shard then enters a node once a minibatch, gradients are added up inside a node and
+    cross once, and `accumulate` is `local`.
     Unit: ranks.
     Arms: odc_pad, odc_nopad."""
 

@@ -48,14 +48,16 @@ def assemble(
     plan = plan_arena(groups, mode, RING_SLOTS, device, across)
     words = word_counts(len(groups), mode, mesh.world_size, mesh.shards, RING_SLOTS, across)
 
-    def make_memory(nbytes: int, words: torch.Tensor) -> DeviceMemory:
+    topology = Topology(mesh.rank, mesh.world_size, mesh.peers, mesh.owners, [g.name for g in groups], mesh.names, nodes)
+
+    def make_memory(nbytes: int, words: list[torch.Tensor]) -> DeviceMemory:
         group, places = mesh.heap_group()
-        return DeviceMemory(nbytes, mesh.rank, group, places, device, words)
+        written = {r: block for r, block in enumerate(words) if r == mesh.rank or r not in topology.near}
+        return DeviceMemory(nbytes, mesh.rank, group, places, device, written)
 
     heap = SymmetricHeap(
         mesh.rank, mesh.names, plan, words, mesh.exchange, config.timeout_s, make_memory if choices.transport == "symm_mem" else None
     )
-    topology = Topology(mesh.rank, mesh.world_size, mesh.peers, mesh.owners, [g.name for g in groups], mesh.names, nodes)
     memory = memory_bytes(groups, mode, RING_SLOTS, device, across, verify=verify)
     if nodes is None:
         plane = ArenaPlane(

@@ -103,8 +103,14 @@ def decide(
     Raises:
         ConfigError: what ``nodes`` do not allow.
     """
-    if nodes is not None:
-        _require_nodes_served(config, transport, nodes)
+    if nodes is not None and config.accumulate == "owner":
+        raise ConfigError(
+            [
+                f"odc.ranks_per_node: {config.ranks_per_node} spreads these ranks over {nodes.count} nodes, and odc.accumulate: owner "
+                "would push every microbatch's gradients across them; there gradients are added up inside a node first and sent once a "
+                "minibatch: set odc.accumulate: local (or auto)"
+            ]
+        )
     verify, across = config.verify == "checksum", nodes.across if nodes is not None else Across()
     local = sum(memory_bytes(groups, "local", RING_SLOTS, device, across, verify=verify).values())
     owner = sum(memory_bytes(groups, "owner", RING_SLOTS, device, verify=verify).values())
@@ -126,17 +132,3 @@ def decide(
         f"{resident / GIB:.3f} more"
     )
     return Choices(transport, accumulate, parameters, nodes.count if nodes is not None else 1, reason)
-
-
-def _require_nodes_served(config: OdcConfig, transport: Transport, nodes: Nodes) -> None:
-    made = f"odc.ranks_per_node: {config.ranks_per_node} spreads these ranks over {nodes.count} nodes, and"
-    problems = []
-    if transport != "host":
-        problems.append(f"{made} odc.transport: {transport} reaches one; several are served on odc.transport: host (CPU tensors)")
-    if config.accumulate == "owner":
-        problems.append(
-            f"{made} odc.accumulate: owner would push every microbatch's gradients across them; there gradients are added up inside a node "
-            "first and sent once a minibatch: set odc.accumulate: local (or auto)"
-        )
-    if problems:
-        raise ConfigError(problems)

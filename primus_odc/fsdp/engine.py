@@ -199,6 +199,8 @@ class Engine:
                 self._plane.publisher.look_up()
             before = self._moved()
             run(self._heap, self._protocol.publish())
+            with self._plane.lanes.on(self._plane.lanes.settle):  # beside the forward pass that comes
+                run(self._heap, self._protocol.land())
             self._published = {key: value - before[key] for key, value in self._moved().items()}
             self._edits.require_none()
             if self._reference is not None:

@@ -98,6 +98,10 @@ class RankProtocol:
         self.epoch = k
         self.state = State.PUBLISHED
 
+    def land(self) -> Steps:
+        """Part of publish: what has to be sent to other nodes, which may take its time."""
+        yield from ()
+
     def begin(self) -> None:
         """Enter the minibatch of the current epoch; no communication."""
         self._require("begin_minibatch", State.PUBLISHED)

@@ -5,8 +5,8 @@ read of memory that a device wrote just before has to be made safe, and no rank 
 something waits for a word in its own node. Inside a node everything is as in :mod:`primus_odc.primitives.protocol`, whose states and
 calls this class keeps. Gradients add up locally (``local`` mode, the DEFER of multi-node work) and leave during the last backward.
 
-* **Parameters.** An owner *lands* its shards once an epoch in every other node that needs them, on one rank of it (the *home* of the
-  copy: :meth:`Nodes.landing` deals the owners out evenly). All ranks of that node gather from the copy, any number of times.
+* **Parameters.** As the end of publish an owner *lands* its shards in every other node that needs them, on one rank of it (the *home* of
+  the copy: :meth:`Nodes.landing` deals the owners out evenly). All ranks of that node gather from the copy, any number of times.
 * **Gradients.** In each node, every shard has a *reducer*, which adds what the ranks of the node have for it to what it has itself, in
   place: its own row of the shard, which nobody else reads before, becomes the node's *partial*. It sends the partial into the staging slot
   that its node has in every other node that owns the shard, once per node and shard: at the reducer there, which is an owner. Owners add
@@ -101,8 +101,7 @@ class TwoLevelProtocol(RankProtocol):
         elsewhere = [node for node in self.n.owning_nodes(shard) if node != self.node]
         return self.n.from_next_node(self.node, [self.n.reducer(node, shard) for node in elsewhere])
 
-    def publish(self) -> Steps:
-        yield from super().publish()
+    def land(self) -> Steps:
         for g in range(len(self.t.groups)):
             for home, slot in self._homes:
                 yield Send(home, "landed", self._word(slot, g), self.epoch, partial(self.plane.land_shard, home, slot, g, self.epoch))

@@ -45,15 +45,15 @@ class Memory(Protocol):
 
     arenas: list[torch.Tensor]
 
-    def store(self, offset: int, value: int) -> None: ...
+    def store(self, rank: int, offset: int, value: int) -> None: ...
 
     def synchronize(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-MakeMemory = Callable[[int, torch.Tensor], Memory]
-"""``(arena bytes, this rank's words as bytes)`` -> memory; collective."""
+MakeMemory = Callable[[int, list[torch.Tensor]], Memory]
+"""``(arena bytes, every rank's words as bytes)`` -> memory; collective."""
 
 
 def _heartbeat(words: Words) -> Callable[[], None]:
@@ -114,12 +114,12 @@ class SymmetricHeap:
         self._watcher = PeerWatcher(mesh.sockets, _heartbeat(self.words))
         weakref.finalize(self, _leave, self._watcher)  # also at interpreter exit
         self._memory: Memory | None = None
-        self._stored: dict[int, int] = {}
+        self._stored: dict[tuple[int, int], int] = {}
         try:
             if make_memory is None:
                 self._arenas = [s[self._data :] for s in self._segments]
             else:
-                self._memory = make_memory(max(plan.nbytes, 1), self._segments[rank][: layout.nbytes])
+                self._memory = make_memory(max(plan.nbytes, 1), [s[: layout.nbytes] for s in self._segments])
                 self._arenas = self._memory.arenas
             self._max_sleep_s = _MAX_SLEEP_S if self._memory is None else _MAX_SLEEP_DEVICE_S
             self._check_mapping()
@@ -149,14 +149,7 @@ class SymmetricHeap:
         Raises:
             ProtocolError: the word would decrease.
         """
-        if self._memory is None:
-            self.words.write(word, value, index)
-            return
-        position = self.words.layout.position(word, index)
-        if value < self._stored.get(position, 0):
-            raise ProtocolError(f"rank {self.rank}: word {word}[{index}] would fall from {self._stored[position]} to {value}")
-        self._stored[position] = value
-        self._memory.store(position * WORD_BYTES, value)
+        self._store(self.rank, word, value, index)
 
     def put(self, rank: int, region: Region, data: torch.Tensor, offset: int = 0) -> None:
         """Write ``data`` (contiguous) into ``region`` of the arena of ``rank``, from byte ``offset`` of the region.
@@ -176,8 +169,19 @@ class SymmetricHeap:
         Raises:
             ProtocolError: the word would decrease.
         """
-        self.words.signal(rank, word, value, index)
+        self._store(rank, word, value, index)
         self.signals += 1
+
+    def _store(self, rank: int, word: str, value: int, index: int) -> None:
+        if self._memory is None:
+            self.words.signal(rank, word, value, index)
+            return
+        position = self.words.layout.position(word, index)
+        if value < self._stored.get((rank, position), 0):
+            fall = f"would fall from {self._stored[rank, position]} to {value}"
+            raise ProtocolError(f"rank {self.rank}: word {word}[{index}] of rank {rank} {fall}")
+        self._stored[rank, position] = value
+        self._memory.store(rank, position * WORD_BYTES, value)
 
     def wait(
         self,

@@ -6,7 +6,7 @@ serves the ranks of one node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ class DeviceMemory:
         group: the ranks that share the arena; the rendezvous is collective over them.
         places: the place in ``group`` of every heap rank.
         device: this rank's device.
-        words: this rank's block of control words in host memory (uint8, page-aligned).
+        words: the block of control words in host memory of each rank that this one writes words of: its own, and those of ranks taken to
+            be in another node (uint8, page-aligned).
 
     Attributes:
         arenas: one uint8 tensor ``[nbytes]`` per rank, in rank order.
@@ -37,7 +38,7 @@ class DeviceMemory:
         group: dist.ProcessGroup,
         places: Sequence[int],
         device: torch.device,
-        words: torch.Tensor,
+        words: Mapping[int, torch.Tensor],
     ) -> None:
         # Imported here: a build of torch without CUDA or ROCm need not have it.
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -56,11 +57,11 @@ class DeviceMemory:
         self.arenas = [
             self._local if r == rank else self._handle.get_buffer(place, (nbytes,), torch.uint8) for r, place in enumerate(places)
         ]
-        self._writer = StreamWriter(words, device)
+        self._writers = {r: StreamWriter(block, device) for r, block in words.items()}
 
-    def store(self, offset: int, value: int) -> None:
-        """Write one of this rank's words, ``offset`` bytes into its block, after what the current stream has been given so far."""
-        self._writer.write(offset, value)
+    def store(self, rank: int, offset: int, value: int) -> None:
+        """Write a word, ``offset`` bytes into the block of ``rank``, after what the current stream has been given so far."""
+        self._writers[rank].write(offset, value)
 
     def synchronize(self) -> None:
         """Wait for this device's own work; it never includes a peer's."""
@@ -68,4 +69,5 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Stop writing words; call after the last view of the arena was used."""
-        self._writer.close()
+        for writer in self._writers.values():
+            writer.close()

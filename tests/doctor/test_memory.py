@@ -121,13 +121,6 @@ def test_too_little_memory_is_a_problem(
     assert across == (finding.details["choices"]["nodes"] > 1) == ("odc.ranks_per_node=2" in words)
 
 
-@pytest.mark.parametrize(
-    ("device_type", "words", "found"),
-    [
-        ("cpu", ("odc.accumulate=owner",), "2 nodes, and odc.accumulate: owner would push"),
-        ("cuda", ("odc.transport=auto",), "2 nodes, and odc.transport: symm_mem reaches one"),
-    ],
-)
-def test_what_nodes_do_not_allow_is_a_problem(device_type: str, words: tuple[str, ...], found: str) -> None:
-    (finding,) = run_workers(judge, 1, 8.0, device_type, (*words, "odc.ranks_per_node=2"))
-    assert finding.severity == "problem" and found in finding.found, finding
+def test_what_nodes_do_not_allow_is_a_problem() -> None:
+    (finding,) = run_workers(judge, 1, 8.0, "cpu", ("odc.accumulate=owner", "odc.ranks_per_node=2"))
+    assert finding.severity == "problem" and "2 nodes, and odc.accumulate: owner would push" in finding.found, finding

@@ -108,6 +108,7 @@ class PlaneRank:
 
     def publish(self) -> None:
         run(self.heap, self.protocol.publish())
+        run(self.heap, self.protocol.land())
 
     def gather(self, group: int) -> torch.Tensor:
         """All shards of a group: bytes, ``[shards, shard_nbytes]``."""

@@ -18,6 +18,7 @@ def rank_main(world: World, protocol: RankProtocol, plane: SimPlane, steps: Iter
     scenario, rank = world.scenario, plane.rank
     for number, step in enumerate(steps, 1):
         yield from protocol.publish()
+        yield from protocol.land()
         assert protocol.epoch == number
         for n in range(step.evaluations[rank]):
             yield from unshard(protocol, plane, (rank + n) % scenario.groups, step.resident)

@@ -117,8 +117,8 @@ class WordBeforeData(TwoLevelProtocol):
                 yield dataclasses.replace(effect, put=None)
             yield effect
 
-    def publish(self) -> Steps:
-        return self._parted(super().publish())
+    def land(self) -> Steps:
+        return self._parted(super().land())
 
     def settle(self, read_word: Any) -> Steps:
         return self._parted(super().settle(read_word))
