@@ -46,7 +46,7 @@ class Store:
 class Send:
     """Write into the memory of ``rank``, which is in another node: ``put`` moves data there (None: nothing to move), and ``word[index]``
     there becomes ``value`` no earlier than the data are visible (put-with-signal). This rank is the word's only writer, and what it sends
-    to one rank arrives in order."""
+    to one rank under words of one name arrives in order."""
 
     rank: int
     word: str

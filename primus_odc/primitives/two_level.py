@@ -37,7 +37,8 @@ B. publish(k + 1) waits until every rank has ``done >= k``: its own node's by th
 C. A staging slot of epoch k is overwritten by a reducer in settle(k + 1), hence after its publish(k + 1), hence after ``done = k`` of all
    who read it. The same holds for the partial it is sent from: the reducer's row changes in microbatches of k + 1 only.
 D. A reducer adds in place from ``ready`` of all its mates on; mates read other rows of its buffer than those it reduces.
-E. A word is set no earlier than the data it covers are visible where the word lies; what one rank sends to one rank arrives in order.
+E. A word is set no earlier than the data it covers are visible where the word lies. What one rank sends to one rank under words of one
+   name arrives in order; more is not relied on, since landings and sums go through different streams.
 
 No deadlock: a send waits for nobody. In settle the reduction of group g waits for ``ready`` of mates only, which they store in backward or
 on entering settle; the sum of group g waits for reductions of g elsewhere, and each rank reduces g before it sums g, groups in one order.

@@ -1,7 +1,8 @@
 """The simulation of :mod:`tests.primitives.simulation` with nodes and a network between them.
 
-What a rank sends lies in the network for any time, in order to each destination and in no order between two of them; the network reads the
-source only when it delivers, in two halves, as it writes. Reading a word or data of another node is a violation.
+What a rank sends lies in the network for any time. Only what goes to one destination under one word comes in order, as different words may
+be sent from different streams. The network reads the source only when it delivers, in two halves, as it writes. Reading a word or data of
+another node is a violation.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from primus_odc.primitives.two_level import TwoLevelProtocol
 from tests.primitives.scenario import Scenario, Violation
 from tests.primitives.sim_plane import TORN, SimPlane, Token
 from tests.primitives.simulation import Agent, Pending, World
+
+SENT = ("landed", "arrived", "node_done", "node_closed", "far_normed")
+"""Words that cross."""
 
 
 @dataclass(frozen=True)
@@ -179,13 +183,16 @@ class NodeWorld(World):
         return read
 
     def _near(self, rank: int, home: int, word: str) -> None:
-        nodes = self.scenario.nodes
-        if nodes.node_of[rank] != nodes.node_of[home]:
+        if self._apart(rank, home):
             raise Violation(f"rank {rank} reads word {word} in the memory of {home}, which is in another node")
 
     def _network(self, mains: list[Agent]) -> list[Agent]:
-        lines = [(a, r) for a in mains for r in range(self.scenario.world_size) if r != a.plane.rank]
-        return [Agent(f"network from {a.plane.rank} to {r}", self._deliver(r, a.sends[r]), a.plane) for a, r in lines]
+        lines = [(a, r, word) for a in mains for r in range(self.scenario.world_size) for word in SENT if self._apart(a.plane.rank, r)]
+        return [Agent(f"{word} from {a.plane.rank} to {r}", self._deliver(r, a.sends[r, word]), a.plane) for a, r, word in lines]
+
+    def _apart(self, rank: int, other: int) -> bool:
+        nodes = self.scenario.nodes
+        return nodes.node_of[rank] != nodes.node_of[other]
 
     def _deliver(self, rank: int, queue: deque[Send]) -> Iterator[Effect | Pending]:
         while True:

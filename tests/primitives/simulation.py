@@ -45,8 +45,8 @@ class Agent:
     ended: bool = False
     stores: deque[Store] = field(default_factory=deque)
     """Given to this agent's stream and not visible yet."""
-    sends: defaultdict[int, deque[Send]] = field(default_factory=lambda: defaultdict(deque))
-    """By destination: given to the network and not arrived yet."""
+    sends: defaultdict[tuple[int, str], deque[Send]] = field(default_factory=lambda: defaultdict(deque))
+    """By destination and word: given to the network and not arrived yet."""
 
 
 @dataclass
@@ -155,7 +155,7 @@ class World:
                 else:
                     self._store(agent.plane.rank, effect)
             elif isinstance(effect, Send):
-                agent.sends[effect.rank].append(effect)
+                agent.sends[effect.rank, effect.word].append(effect)
             else:
                 agent.wait = effect
         agent.running = False
