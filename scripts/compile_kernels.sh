@@ -77,7 +77,8 @@ PYTHON_END
 }
 
 code_object() { # ARCH NIC CCQE
-    "$python" -m primus_odc.symmetric.shmem.code_object --arch "$1" --nic "$2" --ionic-ccqe "$3" --hipcc "$hip/rocm/bin/hipcc" \
+    # -S: this checkout's sources, whichever is installed.
+    "$python" -S -m primus_odc.symmetric.shmem.code_object --arch "$1" --nic "$2" --ionic-ccqe "$3" --hipcc "$hip/rocm/bin/hipcc" \
         --mori "$hip/mori" --cache "$scratch/cache"
 }
 
