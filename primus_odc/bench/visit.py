@@ -64,6 +64,8 @@ class RankStep:
     """Host time inside the engine's waits for peers; None without an engine. A device may have had work meanwhile."""
     bytes_gathered: int | None = None
     bytes_reduced: int | None = None
+    sums_kept: int | None = None
+    """How often (``owner``) an owner had no free slot."""
     bytes_settled: int | None = None
     """Gradients of other ranks in this rank's sums: pulled, or (``owner``) pushed by them; None where it is not known."""
     bytes_hidden: int | None = None
@@ -217,6 +219,7 @@ def visit(runner: Runner, minibatches: Sequence[BenchMinibatch], clock: Clock) -
         if stats is not None:
             step.host_wait_ms = 1e3 * sum(stats["waited_s"].values())
             step.bytes_gathered, step.bytes_reduced = stats["bytes_gathered"], stats["bytes_reduced"]
+            step.sums_kept = stats["sums_kept"]
             if marks.deliveries is not None:
                 step.bytes_settled = sum(size for _, size in marks.deliveries)
                 step.bytes_hidden = sum(size for event, size in marks.deliveries if clock.ms(begin, event) <= step.computed_at)
