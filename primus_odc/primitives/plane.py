@@ -265,7 +265,7 @@ class ArenaPlane:
         if fresh:
             # Made and given up while the stream of this owner's pushes is current, so its memory is not used again too early.
             self._kept[owner, entry] = torch.empty(spec.grad_numel, dtype=spec.sum_dtype, device=self.heap.device)
-        _add_piece(self._kept[owner, entry], piece, fresh)
+        _add_piece(self._kept[owner, entry], piece, fresh, self._alone(group))
 
     def kept_parts(self, group: int) -> int:
         spec = self.groups[group]
@@ -281,7 +281,7 @@ class ArenaPlane:
     def add_own(self, group: int, epoch: int, piece: Piece) -> None:
         fresh = self._own_epoch[group] != epoch
         self._own_epoch[group] = epoch
-        _add_piece(self._own[group], piece, fresh)
+        _add_piece(self._own[group], piece, fresh, self._alone(group))
         self.lanes.record(self._accumulated[group])
 
     def add_arrival(self, source: int, slot: int, epoch: int) -> None:
@@ -296,7 +296,7 @@ class ArenaPlane:
             check(gradients, epoch, crc, what)
         self._arrived_bytes[group] += gradients.nbytes
         fresh = self._arrived_epoch[group] != epoch
-        _add_piece(self._grads[self.t.rank][group][0], (offset, gradients), fresh)
+        _add_piece(self._grads[self.t.rank][group][0], (offset, gradients), fresh, self._alone(group))
         self._arrived_epoch[group] = epoch
 
     def _header(self, owner: int, slot: int) -> int:
@@ -328,10 +328,10 @@ class ArenaPlane:
         return arrived + pulled
 
 
-def _add_piece(total: torch.Tensor, piece: Piece, fresh: bool) -> None:
+def _add_piece(total: torch.Tensor, piece: Piece, fresh: bool, alone: bool) -> None:
     """Add a piece where it belongs; a ``fresh`` total holds nothing yet."""
     offset, gradients = piece
     whole = gradients.numel() == total.numel()
     if fresh and not whole:
         total.zero_()
-    add_into(total[offset : offset + gradients.numel()], gradients, fresh=fresh and whole)
+    add_into(total[offset : offset + gradients.numel()], gradients, fresh=fresh and whole, alone=alone)
