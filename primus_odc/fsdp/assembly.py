@@ -41,8 +41,9 @@ def assemble(
     read_shard_of: Callable[[int, int], torch.Tensor],
     reshard: Callable[[], None],
     deliver: Callable[[int, Fill], None],
+    direct: Callable[[int], torch.Tensor | None],
 ) -> Assembly:
-    """Make them (collective over the mesh); the last three arguments are those of :class:`ArenaPlane`."""
+    """Make them (collective over the mesh); the last four arguments are those of :class:`ArenaPlane`."""
     mode, verify, nodes = choices.accumulate, config.verify == "checksum", nodes_of(config, mesh)
     across = nodes.across if nodes is not None else Across()
     plan = plan_arena(groups, mode, RING_SLOTS, device, across)
@@ -70,6 +71,7 @@ def assemble(
             mode=mode,
             slots=RING_SLOTS,
             verify=verify,
+            direct=direct,
         )
         return Assembly(heap, plane, RankProtocol(topology, plane, mode, RING_SLOTS), memory)
     far = TwoLevelPlane(heap, topology, groups, read_shard_of=read_shard_of, reshard=reshard, deliver=deliver, verify=verify)

@@ -99,6 +99,7 @@ class Engine:
                 read_shard_of=lambda g, i: self._units[g].slots[i].sharded().to_local(),
                 reshard=self._reshard_for_optimizer,
                 deliver=self._deliver,
+                direct=lambda g: self._gradients.direct(g) if self._reference is None else None,
             )
         except BaseException:
             restore_collectives(self._modules)  # find_units leaves recorders behind

@@ -105,6 +105,13 @@ class GradientStore:
                         "complete before settle(): assign .grad before begin_minibatch(), and the minibatch adds to it, or after settle()"
                     )
 
+    def direct(self, group: int) -> torch.Tensor | None:
+        """Where :meth:`deliver` will have the sum of ``group`` written and leave it as it is: ``[grad_numel]``; None: something is added to
+        it or it is cast."""
+        spec, flat = self._units[group].spec, self._groups[group]
+        fresh = all(self._units[group].slots[i].sharded().grad is None for i in self._grads[group])
+        return flat if fresh and flat.dtype == spec.sum_dtype else None
+
     def deliver(self, group: int, fill: Callable[[torch.Tensor], None]) -> None:
         """Set (or add to) ``.grad`` of every trainable parameter of ``group`` from its finished sum, which ``fill`` writes where it is told
         to: ``[grad_numel]`` in the group's ``sum_dtype``."""

@@ -60,6 +60,55 @@ class PullSum:
 
 
 @triton.jit
+def _pull_sums(  # type: ignore[no-untyped-def]  # Triton's own language
+    kind, table, sizes, present, GROUPS: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr
+):
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for g in tl.static_range(GROUPS):
+        row = table + g * (SOURCES + 1)
+        numel = tl.load(sizes + g)
+        total = tl.load(row).to(tl.pointer_type(kind.dtype.element_ty))
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, step):
+            offsets = start + tl.arange(0, BLOCK)
+            mask = offsets < numel
+            value = tl.zeros([BLOCK], dtype=kind.dtype.element_ty)
+            for s in tl.static_range(SOURCES):
+                if (present >> (g * SOURCES + s)) & 1:
+                    source = tl.load(row + 1 + s).to(tl.pointer_type(kind.dtype.element_ty))
+                    value += tl.load(source + offsets, mask=mask)
+            tl.store(total + offsets, value, mask=mask)
+
+
+class PullSums:
+    """The pulls of several small groups in one launch, each with the result of its own :class:`PullSum`."""
+
+    MOST_BITS = 62
+    """Groups times sources in one launch."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(
+        self, totals: list[torch.Tensor], sources: list[list[torch.Tensor]], present: list[list[int]], alone: bool = False
+    ) -> None:
+        """``totals[g]`` := the sum over the sources of group g numbered in ``present[g]``, in the order of their numbers. All of one
+        dtype; as many sources for each group."""
+        places = tuple(t.data_ptr() for total, slices in zip(totals, sources, strict=True) for t in (total, *slices))
+        if places not in self._tables:
+            host = torch.tensor([*places, *(total.numel() for total in totals)], dtype=torch.int64)
+            if totals[0].device.type != "cpu":  # an interpreter's
+                host = host.pin_memory()
+            numbers = host.to(totals[0].device, non_blocking=True)
+            self._tables[places] = numbers[: len(places)], numbers[len(places) :], host
+        table, sizes, _ = self._tables[places]
+        count = len(sources[0])
+        mask = sum(1 << (g * count + s) for g, numbers in enumerate(present) for s in numbers)
+        programs = min(PROGRAMS_ALONE if alone else PROGRAMS, triton.cdiv(max(total.numel() for total in totals), _BLOCK))
+        if programs:
+            _pull_sums[(programs,)](totals[0], table, sizes, mask, GROUPS=len(totals), SOURCES=count, BLOCK=_BLOCK, num_warps=8)
+
+
+@triton.jit
 def _accumulate(  # type: ignore[no-untyped-def]  # Triton's own language
     target, source, rows, columns, target_stride, source_stride, FRESH: tl.constexpr, BLOCK: tl.constexpr
 ):

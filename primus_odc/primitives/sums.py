@@ -4,7 +4,8 @@ and on nothing else."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -43,6 +44,45 @@ def make_sum(sources: Mapping[int, torch.Tensor], device: torch.device) -> Sum:
         kernel(total, [numbers[r] for r in ranks], alone)
 
     return sum_on_device
+
+
+@dataclass(frozen=True)
+class Part:
+    """``total`` := the sum over the slices of ``ranks`` in ``sources`` (rank -> slice), in this order."""
+
+    total: torch.Tensor
+    sources: Mapping[int, torch.Tensor]
+    ranks: Sequence[int]
+
+
+class SumTogether:
+    """Sums of several groups of one dtype at once: on a device one launch, so that small groups are one transfer."""
+
+    def __init__(self, device: torch.device) -> None:
+        """
+        Raises:
+            ImportError: as :func:`make_sum`.
+        """
+        self._device = device
+        self._kernel: Any = None
+        if device.type != "cpu":
+            from primus_odc.primitives.kernels import PullSums
+
+            self._kernel = PullSums()
+
+    def fits(self, groups: int, sources: int) -> bool:
+        """Whether so many groups with so many sources are one launch."""
+        return self._kernel is None or groups * sources <= self._kernel.MOST_BITS
+
+    def __call__(self, parts: Sequence[Part], *, alone: bool = False) -> None:
+        """All of them."""
+        if self._kernel is None:
+            for part in parts:
+                make_sum(part.sources, self._device)(part.total, part.ranks)
+            return
+        numbers = [{rank: number for number, rank in enumerate(part.sources)} for part in parts]
+        present = [[number[r] for r in part.ranks] for part, number in zip(parts, numbers, strict=True)]
+        self._kernel([part.total for part in parts], [list(part.sources.values()) for part in parts], present, alone)
 
 
 def add_into(target: torch.Tensor, source: torch.Tensor, *, fresh: bool, alone: bool = False) -> None:

@@ -51,3 +51,23 @@ def test_an_accumulation_is_that_of_torch_bit_for_bit(source_dtype: torch.dtype,
         flat = torch.zeros(rows * columns, dtype=target_dtype, device="cuda")
         add_into(flat, source.reshape(-1), fresh=False)
         assert torch.equal(flat, source.reshape(-1).to(target_dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_several_small_sums_in_one_launch_are_those_of_torch(dtype: torch.dtype) -> None:
+    require_gpus(1)
+    from primus_odc.primitives.kernels import PullSums
+
+    generator = torch.Generator().manual_seed(0)
+    kernel = PullSums()
+    sizes = [1, 4097, 0, 3 * 4096, 70001]
+    for _ in range(2):  # the second time from the table of the first
+        sources = [[torch.randn(size + 1, generator=generator, dtype=dtype).cuda()[1:] for _ in range(3)] for size in sizes]
+        totals = [torch.full((size,), float("nan"), dtype=dtype, device="cuda") for size in sizes]
+        present = [[0, 1, 2], [2], [0], [], [0, 2]]
+        kernel(totals, sources, present)
+        for total, slices, numbers in zip(totals, sources, present, strict=True):
+            expected = torch.zeros_like(total)
+            for s in numbers:
+                expected += slices[s]
+            assert torch.equal(total, expected)

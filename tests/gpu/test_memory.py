@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ PAGE = 2 << 20
 
 def in_use(device: int) -> int:
     """Bytes of the device outside torch's caching allocator, and those allocated in it."""
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

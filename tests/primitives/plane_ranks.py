@@ -63,6 +63,7 @@ class PlaneRank:
         timeout_s: float = 10.0,
         gather_dtype: torch.dtype = torch.float32,
         members: tuple[tuple[int, ...], ...] = (),
+        merge_bytes: int = 0,
     ) -> None:
         self.rank, self.mode, self.replicas, self.shards = rank, mode, replicas, world_size // replicas
         self.shard = rank % self.shards
@@ -71,6 +72,7 @@ class PlaneRank:
         self.groups = [make_group(f"g{i}", shapes, self.shards, self.shard, gather_dtype=gather_dtype) for i, shapes in enumerate(layout)]
         self.parameters: list[list[torch.Tensor]] = []
         self.grads: dict[int, torch.Tensor] = {}
+        self.totals: dict[int, torch.Tensor] = {}  # of groups that are summed where they are delivered
         names = [f"rank {r}" for r in range(world_size)]
         owners = [self.shard + replica * self.shards for replica in range(replicas)]
         nodes = Nodes(members, self.shards) if members else None
@@ -93,7 +95,9 @@ class PlaneRank:
             far = TwoLevelPlane(self.heap, self.topology, self.groups, **plane)
             self.plane, self.protocol = far, TwoLevelProtocol(self.topology, far)
         else:
-            self.plane = ArenaPlane(self.heap, self.topology, self.groups, mode=mode, slots=slots, **plane)
+            merging: dict[str, Any] = {"direct": lambda group: self.totals.get(group), "merge_bytes": merge_bytes}
+            self.totals = {g: torch.empty(s.grad_numel, dtype=s.sum_dtype) for g, s in enumerate(self.groups) if g % 4 != 2 and merge_bytes}
+            self.plane = ArenaPlane(self.heap, self.topology, self.groups, mode=mode, slots=slots, **plane, **merging)
             self.protocol = RankProtocol(self.topology, self.plane, mode, slots)
         self.progress: ProgressThread | None = None
 
@@ -102,9 +106,11 @@ class PlaneRank:
         self.parameters = [[local_part(p, self.shards, self.shard) for p in group] for group in full]
 
     def _deliver(self, group: int, fill: Callable[[torch.Tensor], None]) -> None:
-        total = torch.full((self.groups[group].grad_numel,), float("nan"), dtype=self.groups[group].sum_dtype)
+        total = self.totals.get(group)
+        if total is None:
+            total = torch.full((self.groups[group].grad_numel,), float("nan"), dtype=self.groups[group].sum_dtype)
         fill(total)
-        self.grads[group] = total
+        self.grads[group] = total.clone()
 
     def publish(self) -> None:
         run(self.heap, self.protocol.publish())

@@ -45,3 +45,22 @@ def test_the_accumulation_compiles(target: tuple[str, str | int, int], fresh: bo
     )
     compiled = triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8})
     assert len(compiled.asm["hsaco" if target[0] == "hip" else "cubin"]) > 1000
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target[1]))
+def test_several_pull_sums_compile(target: tuple[str, str | int, int]) -> None:
+    triton = pytest.importorskip("triton", reason="needs Triton (extra 'kernels')")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from primus_odc.primitives.kernels import _pull_sums
+
+    source = ASTSource(
+        fn=_pull_sums,
+        signature={"kind": "*fp32", "table": "*i64", "sizes": "*i64", "present": "i64"}
+        | dict.fromkeys(("GROUPS", "SOURCES", "BLOCK"), "constexpr"),
+        constexprs={(4,): 5, (5,): 8, (6,): 4096},
+    )
+    compiled = triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8})
+    assert len(compiled.asm["hsaco" if target[0] == "hip" else "cubin"]) > 1000

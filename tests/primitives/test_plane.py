@@ -184,6 +184,48 @@ def test_in_owner_mode_a_group_is_delivered_while_the_others_are_on_their_way() 
         assert torch.equal(ranks[1].grads[0], contribution.rows[1])
 
 
+@pytest.mark.parametrize(("mode", "replicas"), [("local", 1), ("owner", 1), ("owner", 2)])
+def test_small_groups_are_summed_together_with_the_same_result(mode: str, replicas: int) -> None:
+    """Five groups, of which the third is not summed in place: with any bound the sums are those of the groups one by one, and the last
+    groups do not wait beyond settle."""
+    layout = (((8, 3, True),), ((5, 2, True), (4, 4, True)), ((8, 4, True),), ((2, 1, False),), ((9, 3, True),), ((8, 8, True),))
+    results, launches = [], []
+    for merge_bytes in (0, 1, 130, 1 << 30):
+        generator = torch.Generator().manual_seed(5)
+        with open_ranks(4, layout, mode=mode, replicas=replicas, slots=2, merge_bytes=merge_bytes) as ranks:
+            counts: list[int] = []
+            original = ranks[0].plane._together
+
+            class Counted:
+                fits = original.fits
+
+                def __call__(self, parts: Any, *, alone: bool, original: Any = original, counts: list[int] = counts) -> None:
+                    counts.append(len(parts))
+                    original(parts, alone=alone)
+
+            ranks[0].plane._together = Counted()  # type: ignore[assignment]
+            for rank in ranks:
+                rank.set_parameters([[torch.zeros(rows, columns) for rows, columns, _ in shapes] for shapes in layout])
+                rank.start_progress()
+            for _ in range(2):
+                assert together(ranks, PlaneRank.publish) == [None] * 4
+                for rank in ranks:
+                    rank.protocol.begin()
+                    for group in (5, 4, 2, 1, 0):
+                        if (rank.rank + group) % 3:
+                            params = tuple(i for i, _ in rank.groups[group].trainable())
+                            rank.reduce(group, make_contribution(rank.groups[group], params, generator, torch.float32, whole=True))
+                assert together(ranks, PlaneRank.settle) == [None] * 4
+            results.append([rank.grads for rank in ranks])
+            launches.append(counts)
+    assert launches[0] == [] and launches[3] == [5, 5] and launches[2] and max(launches[2]) < 5, launches
+    for merged in results[1:]:
+        for mine, expected in zip(merged, results[0], strict=True):
+            assert mine.keys() == expected.keys()
+            assert all(torch.equal(mine[g], expected[g]) for g in expected if mode == "local")
+            assert all(torch.allclose(mine[g], expected[g], rtol=1e-5, atol=1e-6) for g in expected)
+
+
 def test_a_piece_of_another_epoch_is_refused() -> None:
     with open_ranks(2, (((4, 1, True),),), mode="owner", slots=1) as ranks:
         gradients = torch.ones(2)
