@@ -74,5 +74,5 @@ def assemble(
             direct=direct,
         )
         return Assembly(heap, plane, RankProtocol(topology, plane, mode, RING_SLOTS), memory)
-    far = TwoLevelPlane(heap, topology, groups, read_shard_of=read_shard_of, reshard=reshard, deliver=deliver, verify=verify)
+    far = TwoLevelPlane(heap, topology, groups, read_shard_of=read_shard_of, reshard=reshard, deliver=deliver, verify=verify, direct=direct)
     return Assembly(heap, far, TwoLevelProtocol(topology, far), memory)

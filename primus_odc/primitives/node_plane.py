@@ -32,12 +32,23 @@ class TwoLevelPlane(ArenaPlane):
         reshard: Callable[[], None],
         deliver: Callable[[int, Fill], None],
         verify: bool,
+        direct: Callable[[int], torch.Tensor | None] = lambda group: None,
     ) -> None:
         assert topology.nodes is not None
         self._nodes = topology.nodes
         self._node = self._nodes.node_of[topology.rank]
+        self._node_partials: dict[int, dict[int, torch.Tensor]] = {}
         super().__init__(
-            heap, topology, groups, read_shard_of=read_shard_of, reshard=reshard, deliver=deliver, mode="local", slots=0, verify=verify
+            heap,
+            topology,
+            groups,
+            read_shard_of=read_shard_of,
+            reshard=reshard,
+            deliver=deliver,
+            mode="local",
+            slots=0,
+            verify=verify,
+            direct=direct,
         )
         for owner, (home, slot) in self._nodes.landings(self._node).items():
             copies = [heap.view(home, heap.plan.regions[f"land.{slot}.{g}"])[: s.shard_nbytes] for g, s in enumerate(groups)]
@@ -60,7 +71,9 @@ class TwoLevelPlane(ArenaPlane):
 
     def _sources(self, group: int) -> dict[int, torch.Tensor]:
         """The nodes' partials of this rank's shard, by reducer."""
-        spec, found = self.groups[group], {}
+        if group in self._node_partials:
+            return self._node_partials[group]
+        spec, found = self.groups[group], self._node_partials.setdefault(group, {})
         for node in range(self._nodes.count):
             reducer = self._nodes.reducer(node, self._shard)
             if node == self._node:
