@@ -31,8 +31,6 @@ from typing import Any, Protocol
 from primus_odc.errors import ConfigError, PeerError, PeerTimeoutError
 from primus_odc.symmetric.interfaces import interfaces
 
-LIBRARY_VARIABLES = {"nvshmem": "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "mori": "MORI_SOCKET_IFNAME"}
-"""What tells each library which interface to use."""
 _POLL_S = 0.02
 _CONNECT_S = 5.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -95,7 +93,7 @@ def meet(
         place = Place(
             rank=rank,
             host=socket.gethostname(),
-            host_id=f"{_BOOT_ID.read_text().strip()}/{_NETWORK_NAMESPACE.stat().st_ino}",
+            host_id=host_id(),
             interface=chosen,
             address=address,
             port=port,
@@ -114,17 +112,9 @@ def meet(
     return places
 
 
-def library_environment(library: str, interface: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """What to set so that ``library`` (``nvshmem`` or ``mori``) uses ``interface`` as well.
-
-    Raises:
-        ConfigError: the user has told the library another one.
-    """
-    variable = LIBRARY_VARIABLES[library]
-    theirs = environment.get(variable, interface)
-    if theirs != interface:
-        raise ConfigError([f"{variable}={theirs} and the interface {interface}: unset the variable, or set odc.interface: {theirs}"])
-    return {variable: interface}
+def host_id() -> str:
+    """Boot id and network namespace: equal for two ranks exactly if they see the same interfaces."""
+    return f"{_BOOT_ID.read_text().strip()}/{_NETWORK_NAMESPACE.stat().st_ino}"
 
 
 def choose(interface: str | None, store_address: tuple[str, int]) -> tuple[str, str]:

@@ -15,7 +15,7 @@ import pytest
 
 from primus_odc.errors import ConfigError
 from primus_odc.symmetric import bootstrap
-from primus_odc.symmetric.bootstrap import Place, choose, library_environment, meet
+from primus_odc.symmetric.bootstrap import Place, choose, meet
 from tests.symmetric.harness import FileExchange, Ranks
 
 WORLD = 4
@@ -155,13 +155,6 @@ def test_an_answer_of_somebody_else_is_no_answer() -> None:
             assert bootstrap._problem(own, peer, ["rank 0", "rank 1"]) == ""
             wrong = bootstrap._problem(own, replace(peer, token="token"), ["rank 0", "rank 1"])
     assert "somebody else answers" in wrong and "rank 1" in wrong
-
-
-def test_a_library_is_told_the_interface_unless_the_user_said_another() -> None:
-    assert library_environment("mori", "eth0", {}) == {"MORI_SOCKET_IFNAME": "eth0"}
-    assert library_environment("mori", "eth0", {"MORI_SOCKET_IFNAME": "eth0"}) == {"MORI_SOCKET_IFNAME": "eth0"}
-    with pytest.raises(ConfigError, match="NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=ib0 and the interface eth0"):
-        library_environment("nvshmem", "eth0", {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "ib0"})
 
 
 def test_link_local_addresses_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 Rank r of n, each step under the same time limit:
 
 1. store ``arrived/r``, which names the machine; wait for all. So whoever is missing is known before a library blocks in its own start-up,
-   while the store can still say who; and what the library needs between machines is known before it starts.
+   while the store can still say who. With several machines the ways between them are tried (:mod:`primus_odc.symmetric.bootstrap`), and
+   the library is told the interface that was found to lead there.
 2. rank 0 makes the unique id and stores ``id``; the others wait for it.
 3. start the library, in a thread of its own: its connections have no time limit that could be set from here, and MORI binds the thread that
    starts it to the CPUs of its GPU, which data loaders made later would inherit.
@@ -14,14 +15,16 @@ The library is started when the engine is attached, not before: the size of its 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from primus_odc.errors import OdcError, PeerTimeoutError
+from primus_odc.symmetric.bootstrap import host_id, meet
 
 _POLL_S = 0.02
 
@@ -102,6 +105,13 @@ class Gathering:
             raise OdcError(f"{self.names[self.rank]}: {point} failed: {failures[0]}") from failures[0]
         self.reach(point)
 
+    def try_ways(self, interface: str | None) -> str:
+        """Find the interface by which this rank reaches the others, see :func:`primus_odc.symmetric.bootstrap.meet`."""
+        store_address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        ways = PrefixStore("ways", self._store)
+        places = meet(ways, self.names, self.rank, interface=interface, store_address=store_address, timeout_s=self.timeout_s)
+        return places[self.rank].interface
+
     def _until(self, done: Callable[[], bool], complaint: Callable[[], str]) -> None:
         deadline = time.monotonic() + self.timeout_s
         while not done():
@@ -110,17 +120,26 @@ class Gathering:
             time.sleep(_POLL_S)
 
 
-def start_library(extension: ModuleType, gathering: Gathering, prepare: Callable[[int], None], prepare_thread: Callable[[], None]) -> None:
+def start_library(
+    extension: ModuleType,
+    gathering: Gathering,
+    interface: str | None,
+    prepare: Callable[[int, str | None], None],
+    prepare_thread: Callable[[], None],
+) -> None:
     """Start the library of ``extension`` on all ranks (collective).
 
     Args:
         extension: the native module.
         gathering: the ranks.
-        prepare: called with the number of machines before the library starts; sets its environment.
+        interface: ``odc.interface``; None: between machines the one by which this rank reaches ``MASTER_ADDR``, else the library's choice.
+        prepare: called with the number of machines and the interface before the library starts; sets its environment.
         prepare_thread: called in the thread that starts the library; makes this rank's GPU its current device.
 
     Raises:
         OdcError: something else in this process has started it already, or it fails.
+        ConfigError: a rank's interface does not exist.
+        PeerError: some machine does not reach another.
         PeerTimeoutError: a rank is missing.
     """
     if extension.initialized():
@@ -128,7 +147,8 @@ def start_library(extension: ModuleType, gathering: Gathering, prepare: Callable
             f"{gathering.names[gathering.rank]}: something else in this process has started the library already, so its heap has not the "
             "size this model needs; start it after primus_odc.attach, or not at all"
         )
-    prepare(len(set(gathering.exchange("arrived", _machine()))))
+    machines = len(set(gathering.exchange("arrived", host_id())))
+    prepare(machines, gathering.try_ways(interface) if machines > 1 else interface)
     unique_id = gathering.share("id", extension.unique_id)
 
     def start() -> None:
@@ -138,11 +158,6 @@ def start_library(extension: ModuleType, gathering: Gathering, prepare: Callable
     gathering.together("started", start)
     if extension.rank() != gathering.rank:
         raise OdcError(f"{gathering.names[gathering.rank]}: the library calls this rank PE {extension.rank()}")
-
-
-def _machine() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:

@@ -64,7 +64,7 @@ def prepare_environment(
             if size is None or size < int(value):
                 problems.append(f"{name}={users}: this model needs {value}; unset it, it is then set to what is needed")
         elif name == _INTERFACE[library] and users != value:
-            problems.append(f"{name}={users} and odc.interface: {value} name different interfaces: remove one")
+            problems.append(f"{name}={users}, but this rank is to use {value}: unset it, or set odc.interface: {users}")
     if problems:
         raise ConfigError(problems)
     for name, value in wanted.items():

@@ -98,10 +98,10 @@ class ShmemMemory:
         self._gathering = Gathering(store, rank, self.names, timeout_s)
         use_device = partial(torch.cuda.set_device, device)
 
-        def prepare(machines: int) -> None:
-            prepare_environment(library, arena_nbytes=total, pes=pes, machines=machines, interface=interface, environment=os.environ)
+        def prepare(machines: int, used: str | None) -> None:
+            prepare_environment(library, arena_nbytes=total, pes=pes, machines=machines, interface=used, environment=os.environ)
 
-        start_library(self._extension, self._gathering, prepare, use_device)
+        start_library(self._extension, self._gathering, interface, prepare, use_device)
 
         def allocate() -> None:
             use_device()

@@ -25,23 +25,24 @@ PORT = 29500
 
 
 def start_up(store: TCPStore, name: str, rank: int, interface: str | None) -> str:
-    """``fine``, or what was raised."""
+    """The interface that the library was told, or what was raised."""
     library = SimpleNamespace(initialized=lambda: False, unique_id=lambda: b"id", init=lambda rank, ranks, id: None, rank=lambda: rank)
     gathering = Gathering(PrefixStore(name, store), rank, ["rank 0 on host A", "rank 1 on host B"], TIMEOUT_S)
-    prepare = partial(_prepare, interface)
+    environment: dict[str, str] = {}
     try:
-        start_library(cast(Any, library), gathering, prepare, lambda: None)
+        start_library(cast(Any, library), gathering, interface, partial(_prepare, environment), lambda: None)
     except OdcError as error:
         return f"{type(error).__name__}: {error}"
-    return "fine"
+    return environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"]
 
 
-def _prepare(interface: str | None, machines: int) -> None:
-    prepare_environment("nvshmem", arena_nbytes=1, pes=2, machines=machines, interface=interface, environment={})
+def _prepare(environment: dict[str, str], machines: int, interface: str | None) -> None:
+    prepare_environment("nvshmem", arena_nbytes=1, pes=2, machines=machines, interface=interface, environment=environment)
 
 
 def main() -> None:
     rank, address, interface = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
     store = TCPStore(address, PORT, 2, rank == 0, timedelta(seconds=40))
     outcomes = {"both come": start_up(store, "both", rank, None)}
     if rank == 1:

@@ -57,7 +57,9 @@ def start(
     def rank(r: int) -> None:
         try:
             gathering = Gathering(store, r, [f"rank {n}" for n in range(ranks)], TIMEOUT_S)
-            start_library(cast(Any, libraries[r]), gathering, lambda machines: libraries[r].machines.append(machines), lambda: None)
+            start_library(
+                cast(Any, libraries[r]), gathering, None, lambda machines, _: libraries[r].machines.append(machines), lambda: None
+            )
         except OdcError as error:
             errors[r] = error
 
