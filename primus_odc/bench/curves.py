@@ -1,9 +1,9 @@
-"""``primus-odc bench curves``: loss curves of all arms on the same samples, dealt to the ranks in several ways.
+"""``primus-odc bench curves``: loss curves of all arms on the same samples, assigned to ranks and microbatches in several ways.
 
-In bf16 two runs of the same arm drift apart: sums in another order round differently, and training amplifies that. How far is measured
-by ``nccl_pad`` itself, trained several times on the same minibatches with the samples dealt to the ranks differently, which changes nothing
-but the order of sums. An arm trains the same thing if none of its curves is further from the nearest of nccl_pad's than these are from
-each other.
+In bf16 two runs of the same arm drift apart: other samples in a microbatch and sums in another order round differently, and training
+amplifies that. How far is measured by ``nccl_pad`` itself, trained several times on the same minibatches with other assignments of their
+samples, which changes nothing but rounding. An arm trains the same thing if none of its curves is further from the nearest of nccl_pad's
+than these are from each other.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def train_curves(job: Job, device: torch.device) -> None:
                         rank=arm.rank,
                         device=device,
                         pad_empty_ranks=arm.pad_empty_ranks,
-                        dealt=assignment,
+                        assignment=assignment,
                     )
                     outcome = arm.train_step(minibatch)
                     if outcome.loss is not None:

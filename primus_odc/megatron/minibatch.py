@@ -19,7 +19,8 @@ from primus_odc.data.samples import Sample
 from primus_odc.data.stream import MinibatchStream
 from primus_odc.errors import PlanError
 from primus_odc.megatron.microbatch import Microbatch
-from primus_odc.planning import CostModel, MinibatchPlan, PlanAhead, Policy, plan_minibatch
+from primus_odc.planning import CostModel, MinibatchPlan, PlanAhead, Policy
+from primus_odc.planning.assignments import plan_assignment
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,7 +56,7 @@ def make_minibatch(
     rank: int,
     device: torch.device,
     pad_empty_ranks: bool = False,
-    dealt: int = 0,
+    assignment: int = 0,
 ) -> Minibatch:
     """Plan a minibatch and pack this rank's part of it.
 
@@ -65,13 +66,14 @@ def make_minibatch(
         policy: of :func:`primus_odc.planning.plan_minibatch`.
         max_tokens: most tokens of one microbatch.
         pad_empty_ranks: a rank without work gets one padding microbatch, because it has to take part in collectives.
-        dealt: other numbers give the microbatches to other ranks, see :meth:`MinibatchPlan.dealt`.
+        assignment: other numbers give other plans, see :func:`primus_odc.planning.assignments.plan_assignment`.
 
     Raises:
         PlanError: it cannot be planned; the message names the samples.
     """
     ids = tuple(sample.sample_id for sample in samples)
-    plan = plan_minibatch(policy, [sample.tokens.size for sample in samples], world_size, max_tokens, cost_model, ids).dealt(dealt)
+    lengths = [sample.tokens.size for sample in samples]
+    plan = plan_assignment(assignment, policy, lengths, world_size, max_tokens, cost_model, ids)
     targets = sum(int(sample.target_mask.sum()) for sample in samples)
     own = plan.microbatches[rank] or (((),) if pad_empty_ranks else ())
     packed = (pack_microbatch([samples[i] for i in bucket]) for bucket in own)

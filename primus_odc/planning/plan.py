@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, get_args
 
@@ -78,20 +78,6 @@ class MinibatchPlan:
     def rank_costs(self, cost_model: CostModel) -> npt.NDArray[np.float64]:
         """Cost of all microbatches of every rank, [world_size]."""
         return np.array([costs.sum() for costs in self.microbatch_costs(cost_model)])
-
-    def dealt(self, seed: int) -> MinibatchPlan:
-        """The same microbatches on other ranks, for ``seed`` 0 on those they are on: of every place, counted from a rank's last, the
-        microbatches are shuffled among the ranks that have one there. Counts stay; how loads are balanced does not."""
-        if not seed:
-            return self
-        rng = np.random.default_rng([seed, *self.lengths])
-        rows = [list(reversed(buckets)) for buckets in self.microbatches]
-        for place in range(max(self.counts, default=0)):
-            ranks = [rank for rank, row in enumerate(rows) if len(row) > place]
-            shuffled = [rows[int(rank)][place] for rank in rng.permutation(ranks)]
-            for rank, bucket in zip(ranks, shuffled, strict=True):
-                rows[rank][place] = bucket
-        return replace(self, microbatches=tuple(tuple(reversed(row)) for row in rows))
 
     def digest(self) -> str:
         """sha256 (hex) of policy, lengths, cap and microbatches: equal on two ranks exactly if they hold the same plan."""
