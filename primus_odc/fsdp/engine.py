@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from primus_odc.fsdp.assembly import assemble
 from primus_odc.fsdp.binding import give_back, restore_collectives, take_over
 from primus_odc.fsdp.choices import GIB, choose, resolve_transport
 from primus_odc.fsdp.edits import EditCheck
+from primus_odc.fsdp.forwards import ForwardHooks
 from primus_odc.fsdp.gather import Into, OnDemandAllGather
 from primus_odc.fsdp.gradients import GradientStore
 from primus_odc.fsdp.mesh import Mesh, find_mesh
@@ -117,6 +118,8 @@ class Engine:
         self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
         take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)
         self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)
+        hooks = ForwardHooks(model, self._how["hsdp"], lambda: self._protocol.state is State.ACTIVE, self._reshard)
+        self._handles = [*self._gradients.handles, *self._tracker.handles, *hooks.handles]
         self._norms = 0
         self._stats: dict[str, Any] = self.totals()
         _ATTACHED.add(model)
@@ -268,6 +271,16 @@ class Engine:
         self._plane.deliveries = []
         return self._plane.deliveries
 
+    def wait_for(self, done: Callable[[], bool], operation: str) -> None:
+        """Wait until ``done()``, for what all ranks do together outside the engine (a collective of the training script).
+
+        Raises:
+            PeerError: a rank died or aborted meanwhile.
+            PeerTimeoutError: a rank showed no sign of life for ``odc.timeout_s``, or it took three times as long in all.
+        """
+        with self._guard(operation):
+            self._heap.wait_for(done, f"{operation} (epoch {self._protocol.epoch})")
+
     def detach(self) -> None:
         """Give the model FSDP2's own communication back and leave; called on every rank. A minibatch in progress is settled first.
 
@@ -281,7 +294,7 @@ class Engine:
                 self._progress.stop()
             self._reshard()
             give_back(self._modules, self._mesh.world_size, **self._how)
-            for handle in [*self._gradients.handles, *self._tracker.handles, *(h for r in self._reducers for h in r.handles)]:
+            for handle in [*self._handles, *(h for r in self._reducers for h in r.handles)]:
                 handle.remove()
         self._heap.close()
         _ATTACHED.discard(self._model)
@@ -312,8 +325,6 @@ class Engine:
                 push(self._heap, self._protocol, self._plane, group, contribution)
             if spec.shards > 1:  # in a shard group of one, gradients come parameter by parameter: complete at settle
                 self._tracker.reduced(group)
-
-    # -----------------------------------------------------------------------------------------------------------------------------------
 
     def _declare(self, group: int) -> None:
         run(self._heap, self._protocol.declare(group))

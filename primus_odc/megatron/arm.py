@@ -71,8 +71,9 @@ class StepOutcome:
     seconds: float
     """Wall time on this rank."""
     waited_s: tuple[float, ...]
-    """[rank] seconds without computing, waits and exposed transfers together; what came after the previous step's report included. On a
-    GPU settle and publish only, see :mod:`primus_odc.megatron.meter`, as far as the device had ended them when this step settled."""
+    """[rank] seconds without computing, waits and exposed transfers together: the rank's share of the time from the previous step's report
+    to this one's, of ``seconds``. On a GPU settle and publish only, see :mod:`primus_odc.megatron.meter`, as far as the device had ended
+    them when this step settled."""
     counts: tuple[int, ...]
     """[rank] microbatches run."""
     tokens: int
@@ -130,6 +131,7 @@ class Arm:
         self.scheduler = build_scheduler(self.optimizer, params)
         self.engine = MeteredEngine(self.model, comm.odc, self.meter) if on_demand else None
         self._reported_s = self.meter.exposed_s
+        self._reported_at = self._ended_at = time.perf_counter()
         if comm.arm == "nccl_zero2":
             self._modules[0].set_reshard_after_forward(False)
             self._modules[0].set_reshard_after_backward(False)
@@ -161,28 +163,31 @@ class Arm:
             OdcError: loss or gradient norm are not finite.
         """
         start = time.perf_counter()
+        self._reported_at += start - self._ended_at  # what happened between two steps is part of neither
         (gathered, reduced), collectives = self._bytes(), self._count()
         learning_rate = self.learning_rate
         loss = grad_norm = None
-        waited: tuple[float, ...] = (0.0,) * self.world_size
+        idle: tuple[float, ...] = (0.0,) * self.world_size
         if minibatch.target_tokens == 0:
             if self.rank == 0:
                 logger.warning("step %d skipped: none of its %d samples has a target token", minibatch.step, len(minibatch.sample_ids))
         else:
             self.meter.recorder = recorder
             try:
-                loss, grad_norm, waited = self._train(minibatch)
+                loss, grad_norm, idle = self._train(minibatch)
             finally:
                 self.meter.recorder = None
         gathered_now, reduced_now = self._bytes()
+        self._ended_at = time.perf_counter()
+        seconds = self._ended_at - start
         return StepOutcome(
             step=minibatch.step,
             skipped=loss is None,
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            seconds=time.perf_counter() - start,
-            waited_s=waited,
+            seconds=seconds,
+            waited_s=tuple(share * seconds for share in idle),
             counts=minibatch.counts,
             tokens=minibatch.tokens,
             bytes_gathered=gathered_now - gathered,
@@ -226,7 +231,7 @@ class Arm:
             self.engine = None
 
     def _train(self, minibatch: Minibatch) -> tuple[float, float, tuple[float, ...]]:
-        """(global loss, gradient norm, [rank] seconds without computing)"""
+        """(global loss, gradient norm, [rank] share of the time without computing, from report to report)"""
         if self.engine is not None:
             self.engine.begin_minibatch(len(minibatch.microbatches))
             loss_sum = self._run_microbatches(minibatch, 1.0 / minibatch.target_tokens)
@@ -287,17 +292,22 @@ class Arm:
             )
 
     def _report(self, minibatch: Minibatch, loss_sum: torch.Tensor) -> torch.Tensor:
-        """[ranks, 3], where the model is: loss sum, seconds without computing and the minibatch of every rank; one collective."""
-        exposed = self.meter.known_s
+        """[ranks, 3], where the model is: loss sum, share without computing since the last report, minibatch of every rank; one collective.
+
+        What a step does behind its report counts for the next one. On a GPU that is all that the device has not ended yet, and may be more
+        than the next step lasts.
+        """
+        exposed, now = self.meter.known_s, time.perf_counter()
+        share = min(1.0, (exposed - self._reported_s) / (now - self._reported_at))
         with self.meter.span("communication", label="report"):
             # 48 bits of the digest: a float64 holds them exactly.
-            values = [exposed - self._reported_s, float(int(minibatch.digest[:12], 16))]
+            values = [share, float(int(minibatch.digest[:12], 16))]
             reports = self._exchange(torch.cat((loss_sum.reshape(1), to_device(torch.tensor(values, dtype=torch.float64), self._device))))
-        self._reported_s = exposed
+        self._reported_s, self._reported_at = exposed, now
         return reports
 
     def _read_reports(self, minibatch: Minibatch, fetched: Fetched) -> tuple[float, tuple[float, ...]]:
-        """(global loss, [rank] seconds without computing); compares the minibatches of the ranks."""
+        """(global loss, [rank] share without computing); compares the minibatches of the ranks."""
         reports = fetched.read().tolist()
         if different := [rank for rank, report in enumerate(reports) if report[2] != reports[0][2]]:
             raise PlanError(
@@ -319,7 +329,14 @@ class Arm:
     def _exchange(self, mine: torch.Tensor) -> torch.Tensor:
         """``mine`` (``[n]``) of every rank, in rank order: ``[ranks, n]``; a collective."""
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine)
+        if self.engine is not None and not self.on_gpu:
+            work = dist.all_gather(parts, mine, async_op=True)
+            assert work is not None
+            # gloo itself would wait as long as the process group's time-out for a rank that is stopped.
+            self.engine.wait_for(work.is_completed, "report of all ranks")
+            work.wait()
+        else:
+            dist.all_gather(parts, mine)
         self._own_collectives += 1
         return torch.stack(parts)
 

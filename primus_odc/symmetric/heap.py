@@ -233,6 +233,36 @@ class SymmetricHeap:
         key = operation.split(" ", 1)[0]
         self.waited_s[key] = self.waited_s.get(key, 0.0) + time.monotonic() - start
 
+    def wait_for(self, done: Callable[[], bool], operation: str) -> None:
+        """Block until ``done()``, which needs every rank; all of them are watched meanwhile, as :meth:`wait` watches one.
+
+        Raises:
+            PeerError: some rank died or aborted.
+            PeerTimeoutError: some rank showed no heartbeat for ``timeout_s``, or it took :data:`HARD_CAP_FACTOR` times as long.
+        """
+        start = time.monotonic()
+        beats = {r: (self.words.read(r, "heartbeat"), start) for r in range(self.world_size) if r != self.rank}
+        sleep_s = 20e-6
+        while not done():
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
+            self.check(operation)
+            now = time.monotonic()
+            for r, (known, since) in beats.items():
+                beat = self.words.read(r, "heartbeat")
+                if beat != known:
+                    beats[r] = beat, now
+                elif now - since > self.timeout_s and r not in self._watcher.left:  # it may have done its part before it left
+                    raise PeerTimeoutError(
+                        f"{self.names[self.rank]}: {operation}: no sign of life from {self.names[r]} for {now - since:.1f} s "
+                        f"(odc.timeout_s = {self.timeout_s:g})"
+                    )
+            if now - start > HARD_CAP_FACTOR * self.timeout_s:
+                raise PeerTimeoutError(
+                    f"{self.names[self.rank]}: {operation}: not all ranks got there in {now - start:.1f} s ({HARD_CAP_FACTOR} x "
+                    "odc.timeout_s); raise odc.timeout_s if it may take that long"
+                )
+
     def _check_time(self, goal: str, silent_s: float, total_s: float, value: int) -> None:
         me = self.names[self.rank]
         if silent_s > self.timeout_s:

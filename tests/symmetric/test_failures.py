@@ -83,6 +83,33 @@ def test_a_stopped_rank_is_timed_out_and_named(tmp_path: Path) -> None:
     assert text.endswith("(odc.timeout_s = 0.6)")
 
 
+def waits_for_all(rank: int, exchange: FileExchange, pipe: Connection, timeout_s: float) -> str:
+    """Waits for what all ranks do together, as a collective of a training script is."""
+    heap = make_heap(rank, 3, exchange, timeout_s=timeout_s)
+    pipe.send("ready")
+    heap.wait_for(lambda: pipe.poll(0), "report of all ranks")
+    return "done"
+
+
+def test_a_stopped_rank_is_named_in_a_wait_for_all(tmp_path: Path) -> None:
+    with Ranks(3, tmp_path, waits_for_all, 0.8) as ranks:
+        ranks.expect("ready")
+        os.kill(ranks.pid(1), signal.SIGSTOP)
+        for rank, (kind, text) in zip((0, 2), ranks.hear(0, 2), strict=True):
+            assert kind == PeerTimeoutError.__name__
+            assert text.startswith(f"rank {rank}: report of all ranks: no sign of life from rank 1 for ")
+            assert text.endswith("(odc.timeout_s = 0.8)")
+
+
+def test_a_wait_for_all_ends_with_the_hard_cap_or_when_it_is_done(tmp_path: Path) -> None:
+    with Ranks(3, tmp_path, waits_for_all, 0.4) as ranks:
+        ranks.expect("ready")
+        ranks.tell("done", 0)
+        done, first, second = ranks.hear()
+        assert done == "done" and all(kind == PeerTimeoutError.__name__ for kind, _ in (first, second))
+        assert "not all ranks got there in " in first[1] and "raise odc.timeout_s" in first[1]
+
+
 def test_a_stopped_rank_that_goes_on_in_time_does_no_harm(tmp_path: Path) -> None:
     with start(tmp_path, 2, timeout_s=5.0) as ranks:
         os.kill(ranks.pid(1), signal.SIGSTOP)

@@ -1,0 +1,104 @@
+"""What evaluations and a user's own FSDP2 switches leave behind does no harm to the next minibatch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import primus_odc
+from tests.fsdp.checks import Check, failures, run_checks
+from tests.fsdp.models import Tiny, full, loss_of, microbatch, reference_gradients, rows, shard, tiny_model, worst_relative_error
+from tests.workers import run_workers
+
+COUNTS = [1, 0, 2, 1]
+
+
+def _whole(model: Tiny) -> Tiny:
+    whole = tiny_model()
+    whole.load_state_dict({k: full(v) for k, v in model.state_dict().items()})
+    return whole
+
+
+def _evaluate(model: Tiny) -> None:
+    with torch.no_grad():
+        for i in range(dist.get_rank() + 1):
+            model(microbatch(0, dist.get_rank(), i)[0])
+
+
+def zero_grad_of_the_model_after_an_evaluation(parameters: str) -> None:
+    """The root has parameters of its own, which FSDP2 leaves unsharded after a forward."""
+    rank, model = dist.get_rank(), shard(tiny_model())
+    engine = primus_odc.attach(model, parameters=parameters)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        model.zero_grad()
+        whole = _whole(model)
+        engine.begin_minibatch(COUNTS[rank])
+        for i in range(COUNTS[rank]):
+            loss_of(model, *microbatch(step, rank, i), rows(step, COUNTS)).backward()
+        engine.settle()
+        assert worst_relative_error(model, reference_gradients(whole, step, COUNTS)) <= 1e-6, step
+        optimizer.step()
+        engine.publish()
+        _evaluate(model)
+    engine.detach()
+
+
+def clipping_after_an_evaluation(parameters: str) -> None:
+    rank, model = dist.get_rank(), shard(tiny_model())
+    engine = primus_odc.attach(model, parameters=parameters)
+    whole = _whole(model)
+    engine.begin_minibatch(COUNTS[rank])
+    for i in range(COUNTS[rank]):
+        loss_of(model, *microbatch(0, rank, i), rows(0, COUNTS)).backward()
+    engine.settle()
+    engine.publish()
+    _evaluate(model)
+    norm = float(engine.clip_grad_norm_(float("inf")))
+    expected = torch.stack([g.norm() for g in reference_gradients(whole, 0, COUNTS).values()]).norm()
+    assert norm == pytest.approx(float(expected), rel=1e-6)
+    engine.detach()
+
+
+def gradient_synchronisation_switched_on_again(mesh: DeviceMesh | None, idiom: bool) -> None:
+    """``set_requires_gradient_sync(True)`` asks FSDP2 for an all-reduce over replicas in backward, too; ranks run unequal counts here."""
+    rank, model = dist.get_rank(), shard(tiny_model(), mesh)
+    engine = primus_odc.attach(model)
+    whole = _whole(model)
+    model.set_requires_gradient_sync(True)  # type: ignore[operator]
+    engine.begin_minibatch(COUNTS[rank])
+    for i in range(COUNTS[rank]):
+        if idiom:
+            model.set_requires_gradient_sync(i == COUNTS[rank] - 1)  # type: ignore[operator]
+        loss_of(model, *microbatch(0, rank, i), rows(0, COUNTS)).backward()
+    engine.settle()
+    assert worst_relative_error(model, reference_gradients(whole, 0, COUNTS)) <= 1e-6
+    engine.detach()
+
+
+def _checks(mesh: DeviceMesh | None) -> dict[str, Check]:
+    found: dict[str, Check] = {}
+    for parameters in ("resident", "reshard"):
+        found[f"zero_grad-{parameters}"] = partial(zero_grad_of_the_model_after_an_evaluation, parameters)
+        found[f"clip-{parameters}"] = partial(clipping_after_an_evaluation, parameters)
+    for idiom in (False, True):
+        found[f"hsdp-{'idiom' if idiom else 'once'}"] = partial(gradient_synchronisation_switched_on_again, mesh, idiom)
+    return found
+
+
+def _all_checks(rank: int, world_size: int) -> dict[str, str]:
+    return run_checks(rank, world_size, _checks(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_workers(_all_checks, 4, timeout_s=50)
+
+
+@pytest.mark.parametrize("name", list(_checks(None)))
+def test_forwards(outcomes: list[dict[str, str]], name: str) -> None:
+    assert not failures(outcomes, name)
