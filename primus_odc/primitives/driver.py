@@ -29,9 +29,10 @@ def run(heap: SymmetricHeap, steps: Iterable[Effect]) -> None:
         elif isinstance(effect, Do):
             effect.action()
         elif isinstance(effect, Send):
-            if effect.put is not None:
-                effect.put()
-            heap.signal(effect.rank, effect.word, effect.value, effect.index)
+            with heap.sending():
+                if effect.put is not None:
+                    effect.put()
+                heap.signal(effect.rank, effect.word, effect.value, effect.index)
         else:
             heap.store(effect.word, effect.value, effect.index)
 

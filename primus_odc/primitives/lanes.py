@@ -20,6 +20,7 @@ class Lanes:
 
     Attributes:
         settle: peers' gradients are pulled and summed here while backward runs.
+        sends: what goes to other nodes, in one order. The sum of the next group does not wait for a transfer to be acknowledged.
         arrivals: (owner mode) pushed pieces are added here; never behind work of this rank's own microbatch, or credits would wait for it.
             Of high priority: a kernel of backward may run for milliseconds, and what is added here takes a small part of the device.
     """
@@ -28,6 +29,7 @@ class Lanes:
         self._module: Any = torch.get_device_module(device)
         self._device = device
         self.settle = self._stream()
+        self.sends = self._stream()
         self._gathers = [self._stream() for _ in range(min(GATHER_STREAMS, max(1, ranks - 1)))]
         self._next_gather = 0
         self._compute: Any = None
@@ -35,6 +37,8 @@ class Lanes:
         self._fork: Any = None
         self._used: list[Any] = []
         self._pushed = self.event()
+        self._sent = self.event()
+        self._finished = self.event()
         self._fork_of_pushes: Any = None
         self._pushing: list[Any] = []
         if pushes:
@@ -132,6 +136,16 @@ class Lanes:
             yield
 
     @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Around what is given to :attr:`sends`: behind :attr:`settle` and the end of the epoch before, not behind the optimizer that the
+        caller's stream may still be busy with, or all nodes would wait for it."""
+        self.sends.wait_stream(self.settle)
+        self.sends.wait_event(self._finished)
+        with self._module.stream(self.sends):
+            yield
+            self.record(self._sent)
+
+    @contextmanager
     def serving(self) -> Iterator[None]:
         """A progress thread's whole life: what it adds goes to :attr:`arrivals`."""
         if self._device.type != "cpu":
@@ -140,6 +154,8 @@ class Lanes:
             yield
 
     def wait_for_transfers(self) -> None:
-        """What the current stream is given from here on comes after every gather and push started so far."""
+        """What the current stream is given from here on comes after every gather, push and send started so far: the epoch is finished."""
         self.wait(self._gathered)
         self.wait(self._pushed)
+        self.wait(self._sent)
+        self.record(self._finished)

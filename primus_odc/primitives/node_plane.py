@@ -59,6 +59,8 @@ class TwoLevelPlane(ArenaPlane):
             for shard in self._nodes.reduced_by(topology.rank)
         }
         self._in_node: list[int] = []
+        self._announced = heap.view(topology.rank, heap.plan.regions["announced"]).view(torch.int64)
+        heap.sending = self.lanes.sending
 
     def _staged(self, reducer: int, group: int) -> torch.Tensor:
         """The whole staging slot in this node for the partial that ``reducer`` of another node makes of this rank's shard: bytes."""
@@ -84,7 +86,7 @@ class TwoLevelPlane(ArenaPlane):
 
     def land_shard(self, home: int, slot: int, group: int, epoch: int) -> None:
         shard = self.own_shard(group)
-        self._put(home, self.heap.plan.regions[f"land.{slot}.{group}"], shard, epoch)
+        self._put(home, self.heap.plan.regions[f"land.{slot}.{group}"], shard, epoch, self._announcement(group))
         self.bytes_gathered += shard.nbytes
 
     def add_in_node(self, source: int, shard: int, group: int, epoch: int) -> None:
@@ -119,7 +121,8 @@ class TwoLevelPlane(ArenaPlane):
 
     def send_partial(self, reducer: int, shard: int, group: int, epoch: int) -> None:
         partial = self._grads[self.t.rank][group][shard]
-        self._put(reducer, self._staging_slot(self._node, self._nodes.node_of[reducer], group), partial, epoch)
+        region = self._staging_slot(self._node, self._nodes.node_of[reducer], group)
+        self._put(reducer, region, partial, epoch, self._announcement(group, shard))
         self.bytes_reduced += partial.nbytes
 
     def pull(self, source: int, group: int, epoch: int) -> None:
@@ -134,10 +137,16 @@ class TwoLevelPlane(ArenaPlane):
     def send_scalar(self, home: int, slot: int, parity: int) -> None:
         self.heap.put_word(home, "far_scalar", self.heap.words.read(self.t.rank, "scalar", parity), 2 * slot + parity)
 
-    def _put(self, rank: int, region: Region, data: torch.Tensor, epoch: int) -> None:
+    def _announcement(self, group: int, shard: int | None = None) -> torch.Tensor:
+        """Where the checksum of what is sent of ``group`` is kept, the partial of ``shard`` or the own shard: int64 ``[1]``."""
+        row = 0 if shard is None else 1 + shard
+        return self._announced[group * (1 + self.groups[group].shards) + row].view(1)
+
+    def _put(self, rank: int, region: Region, data: torch.Tensor, epoch: int, announcement: torch.Tensor) -> None:
         self.heap.put(rank, region, data)
         if self.verify:
-            self.heap.put(rank, region, torch.tensor([checksum(data, epoch)]), region.nbytes - CHECKSUM_BYTES)
+            announcement.fill_(checksum(data, epoch))
+            self.heap.put(rank, region, announcement, region.nbytes - CHECKSUM_BYTES)
         self.bytes_across += data.nbytes
 
     def _announced_shard(self, owner: int, group: int) -> int:

@@ -95,6 +95,12 @@ CHECKSUM_BYTES = 8
 """Behind every fan-out copy and staging slot, 8-byte aligned: what a reader of another node cannot look up at the writer."""
 
 
+def announced_nbytes(groups: Sequence[GroupSpec], across: Across) -> int:
+    """Bytes of the checksums that a rank sends behind its shard and its node's partials of every group: they are put from the arena, as all
+    that a network takes."""
+    return CHECKSUM_BYTES * sum(1 + g.shards for g in groups) if across.stagings else 0
+
+
 def with_checksum(nbytes: int) -> int:
     """Bytes of a fan-out copy or staging slot of ``nbytes``; its checksum is the last word."""
     return align(nbytes, CHECKSUM_BYTES) + CHECKSUM_BYTES
@@ -110,7 +116,7 @@ def memory_bytes(
 
     ``shards``: published copies, 1/S of the parameters in the compute dtype. ``gradients``: in ``local`` mode the unsharded sum
     (S x gradient shard), in ``owner`` mode the accumulator (one gradient shard). ``ring``: slots for arrivals, ``owner`` mode only.
-    ``fan_out``, ``staging``: across nodes only, see :class:`Across`.
+    ``fan_out``, ``staging``: across nodes only, see :class:`Across`; staging has the checksums beside what is sent too.
     ``own``: the sum of what this rank made of its own shards, ``owner`` mode only. ``grad``: the persistent ``.grad`` buffers. ``sum``: the
     finished sum of the largest group whose ``.grad`` has another dtype, and two gradient shards of the largest group with checksums.
     ``zeros``: what FSDP2 takes for its results, one gradient shard of the largest group of each dtype.
@@ -129,7 +135,7 @@ def memory_bytes(
         "gradients": gradients,
         "ring": shards * slots * piece_bytes(groups, device) if mode == "owner" else 0,
         "fan_out": across.landings * sum(align(with_checksum(g.shard_nbytes)) for g in groups),
-        "staging": across.stagings * sum(align(with_checksum(g.grad_nbytes)) for g in groups),
+        "staging": across.stagings * sum(align(with_checksum(g.grad_nbytes)) for g in groups) + align(announced_nbytes(groups, across)),
         "own": sum(g.grad_nbytes for g in groups) if mode == "owner" else 0,
         "grad": sum(g.grad_numel * g.grad_dtype.itemsize for g in groups),
         "sum": cast_nbytes(groups) + (2 * largest if verify else 0),
@@ -148,7 +154,8 @@ def _gradient_bytes(groups: Sequence[GroupSpec], mode: str) -> list[int]:
 
 def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int, device: torch.device, across: Across = _ONE_NODE) -> ArenaPlan:
     """Regions of one rank's arena: ``shard.g``, ``grads.g``; in owner mode ``ring.j`` for the source with shard index j; across nodes
-    ``land.s.g`` for group g of the shard in fan-out slot s, and ``stage.n.g`` for the partial of the n-th other node."""
+    ``land.s.g`` for group g of the shard in fan-out slot s, ``stage.n.g`` for the partial of the n-th other node, and ``announced``, the
+    checksums of what is sent."""
     plan = ArenaPlan()
     for i, g in enumerate(groups):
         plan.add(f"shard.{i}", g.shard_nbytes)
@@ -162,6 +169,7 @@ def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int, device: torch
             plan.add(f"land.{s}.{i}", with_checksum(g.shard_nbytes))
         for n in range(across.stagings):
             plan.add(f"stage.{n}.{i}", with_checksum(g.grad_nbytes))
+    plan.add("announced", announced_nbytes(groups, across))
     return plan
 
 

@@ -18,6 +18,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -83,6 +84,9 @@ class SymmetricHeap:
         timeout_s: a wait fails when its peer shows no heartbeat for this long, or in any case after
             :data:`HARD_CAP_FACTOR` times as long.
         make_memory: puts the arenas into device memory; None: host memory.
+
+    Attributes:
+        sending: around every :meth:`put` with its :meth:`signal`; who has a stream for them makes it the current one.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class SymmetricHeap:
         self.plan = plan
         self.waited_s: dict[str, float] = {}
         self.signals = 0
+        self.sending: Callable[[], AbstractContextManager[None]] = nullcontext
         self._probe = plan.add("heap.probe", 16 * self.world_size)
         layout = WordLayout.of({**_HEAP_WORDS, **words})
         self._abort_text = align(layout.nbytes)

@@ -34,7 +34,7 @@ COUNTS = [[3, 0], [0, 2], [1, 2], [2, 1], [4, 1], [1, 1]]
 def lanes_of(engine: Engine) -> list[Any]:
     """Every stream that moves data, the current one last."""
     lanes = engine._plane.lanes
-    streams = [lanes.settle, *lanes._gathers]
+    streams = [lanes.settle, lanes.sends, *lanes._gathers]
     if engine.choices.accumulate == "owner":
         streams += [lanes.arrivals, *lanes._pushes]
     return [*streams, torch.cuda.current_stream()]

@@ -61,10 +61,11 @@ def test_the_digest_covers_what_must_be_equal_and_nothing_else() -> None:
 def test_what_lies_in_the_arena_for_other_nodes() -> None:
     parts = [make_group("a", ((6, 2, True),), 3, 0), make_group("b", ((3, 5, True),), 3, 0)]  # shards of 4 and 5 elements
     plan, memory = plan_arena(parts, "local", 0, CPU, Across(2, 1)), memory_bytes(parts, "local", 0, CPU, Across(2, 1))
-    assert (memory["fan_out"], memory["staging"]) == (2 * 2 * 256, 2 * 256)
+    assert (memory["fan_out"], memory["staging"]) == (2 * 2 * 256, 2 * 256 + 256)
     sizes = {name: region.nbytes for name, region in plan.regions.items() if name[:2] in ("la", "st")}
     # 16 and 20 bytes, to a multiple of 8, and a checksum
     assert sizes == {"land.0.0": 24, "land.1.0": 24, "stage.0.0": 24, "land.0.1": 32, "land.1.1": 32, "stage.0.1": 32}
+    assert plan.regions["announced"].nbytes == 2 * (1 + 3) * 8  # of each group: a checksum of the own shard, and of a partial of every one
     words = word_counts(2, "local", 5, 3, 0, Across(2, 1))
     assert (words["landed"], words["arrived"], words["node_done"], words["partial"], words["far_scalar"]) == (4, 4, 2, 6, 4)
 
