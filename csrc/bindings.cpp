@@ -103,10 +103,6 @@ class Arena {
     run(wide ? kSumFloat64 : kSumFloat32, blocks, 1, kThreads, stream, context_, out, sources, n, count, plus);
   }
 
-  void read_words(uint64_t words, uint64_t host, uint64_t count, uint64_t stream) {
-    run(kReadWords, 1, 1, kThreads, stream, words, host, count);
-  }
-
   void fill_pattern(uint64_t to, uint64_t bytes, uint64_t seed, uint64_t stream) {
     run(kFillPattern, 8, 1, kThreads, stream, to, bytes, seed);
   }
@@ -159,7 +155,6 @@ PYBIND11_MODULE(ODC_MODULE, m) {
   m.def("rank", &library::rank);
   m.def("view", &view, py::arg("address"), py::arg("nbytes"), py::arg("device_type"), py::arg("device_id"));
   m.def("load_kernels", &library::load_kernels, py::arg("code_object"), Unlocked());
-  m.def("finalize", &library::finalize, Unlocked());
   py::class_<Arena>(m, "Arena")
       .def(py::init<size_t>(), py::arg("nbytes"), Unlocked())
       .def("address", &Arena::address)
@@ -171,7 +166,6 @@ PYBIND11_MODULE(ODC_MODULE, m) {
       .def("wait", &Arena::wait, py::arg("waits"), py::arg("timeout_ms"), py::arg("stream"))
       .def("sum", &Arena::sum, py::arg("wide"), py::arg("out"), py::arg("sources"), py::arg("count"), py::arg("add"), py::arg("blocks"),
            py::arg("stream"))
-      .def("read_words", &Arena::read_words, py::arg("words"), py::arg("host"), py::arg("count"), py::arg("stream"))
       .def("fill_pattern", &Arena::fill_pattern, py::arg("to"), py::arg("nbytes"), py::arg("seed"), py::arg("stream"))
       .def("check_pattern", &Arena::check_pattern, py::arg("source"), py::arg("nbytes"), py::arg("seed"), py::arg("pe"), py::arg("stream"))
       .def("release", &Arena::release, Unlocked());

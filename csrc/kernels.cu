@@ -123,12 +123,6 @@ extern "C" __global__ void __launch_bounds__(512)
   if (!failed_before(context)) sum<double>(out, sources, n, count, add != 0);
 }
 
-// Copies words of this PE's arena to host memory, each as some peer stored it. What they cover is visible to kernels behind an odc_wait.
-extern "C" __global__ void __launch_bounds__(512) odc_read_words(uint64_t words, uint64_t host, uint64_t count) {
-  for (uint64_t i = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += uint64_t(gridDim.x) * blockDim.x)
-    store_word(reinterpret_cast<uint64_t*>(host) + i, load_word(reinterpret_cast<const uint64_t*>(words) + i));
-}
-
 extern "C" __global__ void __launch_bounds__(512) odc_fill_pattern(uint64_t to, uint64_t bytes, uint64_t seed) {
   for (uint64_t i = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < bytes; i += uint64_t(gridDim.x) * blockDim.x)
     reinterpret_cast<unsigned char*>(to)[i] = pattern(seed, i);

@@ -9,10 +9,10 @@
 namespace odc {
 
 // Indices of kernel_names.
-enum Kernel { kGet, kPut, kSignal, kWait, kSumFloat32, kSumFloat64, kReadWords, kFillPattern, kCheckPattern, kKernels };
+enum Kernel { kGet, kPut, kSignal, kWait, kSumFloat32, kSumFloat64, kFillPattern, kCheckPattern, kKernels };
 
-constexpr const char* kernel_names[kKernels] = {"odc_get",         "odc_put",        "odc_signal",       "odc_wait",         "odc_sum_float32",
-                                                "odc_sum_float64", "odc_read_words", "odc_fill_pattern", "odc_check_pattern"};
+constexpr const char* kernel_names[kKernels] = {"odc_get",         "odc_put",         "odc_signal",       "odc_wait",
+                                                "odc_sum_float32", "odc_sum_float64", "odc_fill_pattern", "odc_check_pattern"};
 
 namespace library {
 
@@ -28,7 +28,6 @@ void load_kernels(const std::string& code_object);  // after init; "" where the 
 void* allocate(size_t bytes);             // collective, the same size everywhere
 void release(void* memory);               // collective
 uint64_t peer_address(void* memory, int pe);  // where the memory of `pe` is mapped here; 0: it is not
-void finalize();                          // collective
 
 // The GPU runtime, on the current device.
 void* device_allocate(size_t bytes);      // zeroed

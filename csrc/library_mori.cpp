@@ -66,13 +66,6 @@ uint64_t peer_address(void* memory, int pe) {
   return ::mori::shmem::ShmemPtrP2p(reinterpret_cast<uint64_t>(memory), rank(), pe);
 }
 
-
-void finalize() {
-  if (module != nullptr) hip(hipModuleUnload(module), "hipModuleUnload");
-  module = nullptr;
-  mori(::mori::shmem::ShmemFinalize(), "ShmemFinalize");
-}
-
 void* device_allocate(size_t bytes) {
   void* memory = nullptr;
   hip(hipMalloc(&memory, bytes), "hipMalloc");

@@ -17,7 +17,6 @@ __global__ void odc_signal(odc::Context, odc::Transfers);
 __global__ void odc_wait(odc::Context, odc::Waits, int, uint64_t);
 __global__ void odc_sum_float32(odc::Context, uint64_t, odc::Sources, int, uint64_t, int);
 __global__ void odc_sum_float64(odc::Context, uint64_t, odc::Sources, int, uint64_t, int);
-__global__ void odc_read_words(uint64_t, uint64_t, uint64_t);
 __global__ void odc_fill_pattern(uint64_t, uint64_t, uint64_t);
 __global__ void odc_check_pattern(odc::Context, uint64_t, uint64_t, uint64_t, int);
 }
@@ -29,8 +28,7 @@ const void* const kernels[kKernels] = {
     reinterpret_cast<const void*>(odc_get),           reinterpret_cast<const void*>(odc_put),
     reinterpret_cast<const void*>(odc_signal),        reinterpret_cast<const void*>(odc_wait),
     reinterpret_cast<const void*>(odc_sum_float32),   reinterpret_cast<const void*>(odc_sum_float64),
-    reinterpret_cast<const void*>(odc_read_words),    reinterpret_cast<const void*>(odc_fill_pattern),
-    reinterpret_cast<const void*>(odc_check_pattern),
+    reinterpret_cast<const void*>(odc_fill_pattern),  reinterpret_cast<const void*>(odc_check_pattern),
 };
 
 void cuda(cudaError_t code, const char* call) {
@@ -93,7 +91,6 @@ void* allocate(size_t bytes) {
 
 void release(void* memory) { nvshmem_free(memory); }
 uint64_t peer_address(void* memory, int pe) { return reinterpret_cast<uint64_t>(nvshmem_ptr(memory, pe)); }
-void finalize() { nvshmem_finalize(); }
 
 void* device_allocate(size_t bytes) {
   void* memory = nullptr;

@@ -85,24 +85,15 @@ class Gathering:
             PeerTimeoutError: it did not return; those who are not through either are named. The thread stays where it is.
             OdcError: it failed.
         """
-        failures: list[BaseException] = []
-
-        def body() -> None:
-            try:
-                call()
-            except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
-                failures.append(error)
-
-        thread = threading.Thread(target=body, name=f"primus_odc {point}", daemon=True)
-        thread.start()
-        thread.join(self.timeout_s)
-        if thread.is_alive():
+        try:
+            ended = ends_in_time(call, point, self.timeout_s)
+        except Exception as error:
+            raise OdcError(f"{self.names[self.rank]}: {point} failed: {error}") from error
+        if not ended:
             raise PeerTimeoutError(
                 f"{self.names[self.rank]}: {point}: not reached in {self.timeout_s:g} s; not there: {_some(self.missing(point))}. Do the "
                 "network interface (odc.interface) and the network cards of these ranks reach each other?"
             )
-        if failures:
-            raise OdcError(f"{self.names[self.rank]}: {point} failed: {failures[0]}") from failures[0]
         self.reach(point)
 
     def try_ways(self, interface: str | None) -> str:
@@ -120,14 +111,33 @@ class Gathering:
             time.sleep(_POLL_S)
 
 
+def ends_in_time(call: Callable[[], None], name: str, timeout_s: float) -> bool:
+    """Run ``call``, which has no time limit of its own, in a thread; whether it returned in time. Else the thread stays where it is. What
+    it raises is raised here."""
+    failures: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
+            failures.append(error)
+
+    thread = threading.Thread(target=body, name=f"primus_odc {name}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if failures:
+        raise failures[0]
+    return not thread.is_alive()
+
+
 def start_library(
     extension: ModuleType,
     gathering: Gathering,
     interface: str | None,
     prepare: Callable[[int, str | None], None],
     prepare_thread: Callable[[], None],
-) -> None:
-    """Start the library of ``extension`` on all ranks (collective).
+) -> int:
+    """Start the library of ``extension`` on all ranks (collective); the number of machines they run on.
 
     Args:
         extension: the native module.
@@ -158,6 +168,7 @@ def start_library(
     gathering.together("started", start)
     if extension.rank() != gathering.rank:
         raise OdcError(f"{gathering.names[gathering.rank]}: the library calls this rank PE {extension.rank()}")
+    return machines
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:

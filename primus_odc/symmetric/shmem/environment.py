@@ -17,10 +17,13 @@ MAX_MORI_PES = 128
 HEAP_SLACK_BYTES = 64 << 20
 """For what a library keeps in the heap itself."""
 
+_NVSHMEM_OWN_BYTES = 256 << 20
+_GRANULE, _GRANULE_BYTES = "NVSHMEM_CUMEM_GRANULARITY", 512 << 20
+
 _FALSE = ("", "0", "false", "off", "no")
 _MIB = 1 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_HEAP_SIZE = {"mori": "MORI_SHMEM_HEAP_SIZE", "nvshmem": "NVSHMEM_SYMMETRIC_SIZE"}
+HEAP_SIZE: dict[str, str] = {"mori": "MORI_SHMEM_HEAP_SIZE", "nvshmem": "NVSHMEM_SYMMETRIC_SIZE"}
 _INTERFACE = {"mori": "MORI_SOCKET_IFNAME", "nvshmem": "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"}
 
 
@@ -47,7 +50,7 @@ def prepare_environment(
         ConfigError: with every setting that cannot work, and what to set instead.
     """
     problems = [*_mori_problems(environment, pes)] if library == "mori" else [*_nvshmem_problems(environment, machines)]
-    wanted = {_HEAP_SIZE[library]: str(heap_nbytes(arena_nbytes))}
+    wanted = {HEAP_SIZE[library]: str(heap_nbytes(arena_nbytes))}
     if interface is not None:
         wanted[_INTERFACE[library]] = interface
         present = [name for _, name in socket.if_nameindex()]
@@ -59,7 +62,7 @@ def prepare_environment(
         users = environment.get(name)
         if users is None:
             continue
-        if name == _HEAP_SIZE[library]:
+        if name == HEAP_SIZE[library]:
             size = parse_size(users)
             if size is None or size < int(value):
                 problems.append(f"{name}={users}: this model needs {value}; unset it, it is then set to what is needed")
@@ -69,6 +72,18 @@ def prepare_environment(
         raise ConfigError(problems)
     for name, value in wanted.items():
         environment.setdefault(name, value)
+
+
+def heap_overhead(library: Library, arena_nbytes: int, environment: Mapping[str, str]) -> int:
+    """Bytes of a GPU that the library's heap takes beside ``arena_nbytes``: what the library keeps there itself, and rounding. For a first
+    arena; a later one of the same process shares it.
+
+    MORI allocates the heap once. NVSHMEM's grows by whole granules, and it needs about 256 MiB for itself.
+    """
+    if library == "mori":
+        return (parse_size(environment.get(HEAP_SIZE["mori"], "")) or heap_nbytes(arena_nbytes)) - arena_nbytes
+    granule = parse_size(environment.get(_GRANULE, "")) or _GRANULE_BYTES
+    return -(-(_NVSHMEM_OWN_BYTES + arena_nbytes) // granule) * granule - arena_nbytes
 
 
 def heap_nbytes(arena_nbytes: int) -> int:

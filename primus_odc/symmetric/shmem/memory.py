@@ -12,6 +12,17 @@ What is *not* bounded in a stream is a transfer to a peer that died: a library's
 :meth:`synchronize`.
 
 Words and data share the arena; which offset means what is the caller's.
+
+**The library stays up** from the first memory of a process to its end, with the same PEs: NVSHMEM calls a second start undefined, and
+ending it is collective, which nobody may rely on after a failure. An arena that was closed is freed when the next one is made, since both
+are collective.
+
+**What the host has seen.** :meth:`words` reads with a copy engine: a kernel would have to wait for room on a device that is full of
+compute. A word is below 2**32 in practice and 8-byte aligned, so its upper half never changes and a copy cannot tear it. Work that a stream
+is given afterwards sees what the word covers. Where a peer's GPU stored both, because its release has system scope and a launch comes after
+what its host saw. Where a network card wrote both, because the device keeps the order of such writes: :mod:`.write_order` asks CUDA for
+that, and refuses to go on where it is not promised. On AMD the library's heap is uncached, so that nothing old can be read; whether the
+order of a card's writes is kept there is unproved.
 """
 
 from __future__ import annotations
@@ -21,6 +32,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -29,10 +41,12 @@ from torch.distributed import Store
 from primus_odc.errors import OdcError, PeerTimeoutError, VerificationError
 from primus_odc.symmetric.arena import align
 from primus_odc.symmetric.shmem import code_object
-from primus_odc.symmetric.shmem.bootstrap import Gathering, start_library
-from primus_odc.symmetric.shmem.environment import prepare_environment
+from primus_odc.symmetric.shmem.bootstrap import Gathering, ends_in_time
+from primus_odc.symmetric.shmem.environment import HEAP_SIZE, heap_nbytes, prepare_environment
 from primus_odc.symmetric.shmem.extension import Library, load_extension
 from primus_odc.symmetric.shmem.plan import WORD_BYTES, ArenaMap, Read, Signal, Wait, Write
+from primus_odc.symmetric.shmem.running import running_library
+from primus_odc.symmetric.shmem.write_order import require_write_order
 
 PROBE_BYTES = 4099
 """Of the start-up pattern test, for each pair and direction: more than a page, and odd."""
@@ -42,6 +56,11 @@ _DLPACK_CUDA, _DLPACK_ROCM = 2, 10
 _WAIT_TIMED_OUT, _PATTERN_DIFFERS = 1, 2
 _REDUCE_BLOCKS = 64
 _REDUCE_BLOCK_BYTES = 512 * 16
+
+
+def arena_bytes(nbytes: int, pes: int) -> int:
+    """What an arena of ``nbytes`` takes of the heap: with the places and words of the start-up test of ``pes`` PEs."""
+    return align(nbytes) + 3 * pes * _PROBE_STRIDE + align(pes * WORD_BYTES)
 
 
 def _pinned_words(count: int) -> torch.Tensor:
@@ -65,6 +84,7 @@ class ShmemMemory:
 
     Attributes:
         arena: this PE's bytes, uint8 ``[nbytes]`` on ``device``, zeroed before any peer could write.
+        machines: how many machines the PEs run on.
 
     Raises:
         OdcError: the library cannot be used here, with what to change; see the modules beside this one.
@@ -92,7 +112,7 @@ class ShmemMemory:
         self._device = device
         pes = len(self.names)
         self._probe = align(nbytes)
-        total = self._probe + 3 * pes * _PROBE_STRIDE + align(pes * WORD_BYTES)
+        total = arena_bytes(nbytes, pes)
         self._extension: ModuleType = load_extension(library)
         kernels = str(code_object.code_object(self._target(nic))) if library == "mori" else ""
         self._gathering = Gathering(store, rank, self.names, timeout_s)
@@ -101,14 +121,28 @@ class ShmemMemory:
         def prepare(machines: int, used: str | None) -> None:
             prepare_environment(library, arena_nbytes=total, pes=pes, machines=machines, interface=used, environment=os.environ)
 
-        start_library(self._extension, self._gathering, interface, prepare, use_device)
+        self._library, first = running_library(self._extension, self._gathering, interface, prepare, use_device)
+        self.machines = self._library.machines
+        if library == "nvshmem" and self.machines > 1:
+            require_write_order(device, self.names[rank], read_by_mates=list(nodes).count(nodes[rank]) > 1)
+        closed = self._library.closed_everywhere(self._gathering)
 
         def allocate() -> None:
             use_device()
-            self._extension.load_kernels(kernels)
-            self._arena = self._extension.Arena(total)
+            if first:
+                self._extension.load_kernels(kernels)
+            for arena in closed:
+                arena.release()
+            try:
+                self._arena = self._extension.Arena(total)
+            except RuntimeError as error:
+                raise OdcError(
+                    f"{error}. The library's heap keeps the size that the first engine of this process needed: set {HEAP_SIZE[library]} to "
+                    f"what all engines need together, this one {heap_nbytes(total)}, before the first is attached"
+                ) from error
 
         self._gathering.together("allocated", allocate)
+        self._library.made(self._arena)
         mapped = [self._arena.peer_address(pe) if nodes[pe] == nodes[rank] else 0 for pe in range(pes)]
         mapped[rank] = self._arena.address()
         self.map = ArenaMap(rank, total, tuple(mapped), batch=self._extension.BATCH)
@@ -116,7 +150,7 @@ class ShmemMemory:
         whole.zero_()
         self.arena = whole[:nbytes]
         self._host_words = _pinned_words(512)
-        self._words_stream = torch.cuda.Stream(device)
+        self._words_stream = torch.cuda.Stream(device, priority=-1)
         self.synchronize("start-up")
         self._gathering.meet("zeroed")
         self._check_mapping()
@@ -172,19 +206,26 @@ class ShmemMemory:
             wide = out.dtype == torch.float64
             self._arena.sum(wide, out.data_ptr(), addresses, out.numel(), first > 0, blocks, self._stream())
 
-    def words(self, offset: int, count: int) -> np.ndarray:
-        """``count`` 64-bit words of this arena from ``offset`` on, as peers have stored them by now: int64 ``[count]``.
+    def words(self, offset: int, count: int, pe: int | None = None) -> np.ndarray:
+        """``count`` 64-bit words from ``offset`` on, as they have been stored by now: int64 ``[count]``.
 
-        The host's way to look at them: a small kernel on a stream of its own, which waits for nothing. What a word covers is visible to
-        work behind a :meth:`wait` for it.
+        The host's way to look at them: a copy on a stream of its own, which waits for nothing.
+
+        Args:
+            pe: whose arena, one that is mapped here; None: this PE's own.
         """
-        if count > self._host_words.numel():
-            self._host_words = _pinned_words(2 * count)
         if offset % WORD_BYTES or offset < 0 or offset + count * WORD_BYTES > self.map.nbytes:
             raise ValueError(f"{count} words from byte {offset}: words lie at multiples of 8 bytes inside the arena")
-        self._arena.read_words(self.map.base + offset, self._host_words.data_ptr(), count, self._words_stream.cuda_stream)
+        address = self.map.peers[self.rank if pe is None else pe]
+        if not address:
+            raise ValueError(f"words of {self.names[pe or 0]}: its arena is not mapped here")
+        if count > self._host_words.numel():
+            self._host_words = _pinned_words(2 * count)
+        found = self._host_words[:count]
+        with torch.cuda.stream(self._words_stream):
+            found.copy_(self._view(address + offset, count * WORD_BYTES).view(torch.int64), non_blocking=True)
         self._finish(self._words_stream, "reading words")
-        return self._host_words[:count].numpy().copy()
+        return found.numpy().copy()
 
     def check(self, operation: str) -> None:
         """Raise what a kernel reported; costs a load from host memory.
@@ -213,17 +254,17 @@ class ShmemMemory:
         self._finish(torch.cuda.current_stream(self._device), operation)
         self.check(operation)
 
+    def drain(self, operation: str) -> None:
+        """As :meth:`synchronize`, for all streams of the device."""
+        if not ends_in_time(partial(torch.cuda.synchronize, self._device), operation, self.timeout_s):
+            self._late(operation)
+        self.check(operation)
+
     def close(self) -> None:
-        """End the library (collective; not after a failure, when peers may not come)."""
-        self.synchronize("close")
-        self._gathering.meet("closing")
-
-        def finalize() -> None:
-            torch.cuda.set_device(self._device)
-            self._arena.release()
-            self._extension.finalize()
-
-        self._gathering.together("closed", finalize)
+        """Wait for this device and give the arena up; waits for no peer. Peers may still write into it: it is freed when all have closed
+        theirs, with the next memory that is made."""
+        self.drain("close")
+        self._library.close(self._arena)
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
@@ -233,12 +274,15 @@ class ShmemMemory:
         deadline = time.monotonic() + self.timeout_s
         while not done.query():
             if time.monotonic() > deadline:
-                self.check(operation)
-                raise PeerTimeoutError(
-                    f"{self.names[self.rank]}: {operation}: the GPU did not finish in {self.timeout_s:g} s; a transfer to a peer that died "
-                    "does not end by itself"
-                )
+                self._late(operation)
             time.sleep(0)
+
+    def _late(self, operation: str) -> NoReturn:
+        self.check(operation)
+        raise PeerTimeoutError(
+            f"{self.names[self.rank]}: {operation}: the GPU did not finish in {self.timeout_s:g} s; a transfer to a peer that died does "
+            "not end by itself"
+        )
 
     def _view(self, address: int, nbytes: int) -> torch.Tensor:
         kind = _DLPACK_ROCM if torch.version.hip is not None else _DLPACK_CUDA

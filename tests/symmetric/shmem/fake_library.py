@@ -7,6 +7,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,33 +19,51 @@ from torch.distributed import HashStore, PrefixStore
 from primus_odc.symmetric.shmem import memory
 from primus_odc.symmetric.shmem.memory import ShmemMemory
 
+CPU = torch.device("cpu")
+
 
 class FakeLibrary:
     """All PEs; ``module(rank)`` is the native module of one."""
 
     def __init__(self, ranks: int) -> None:
-        self.arenas: list[Arena | None] = [None] * ranks
+        self.made: list[list[Arena]] = [[] for _ in range(ranks)]
+        """By PE, in order."""
+
+        self.released = [0] * ranks
+        self.started = [0] * ranks
+        self.full = False
+        """The heap has no room any more."""
+
         self.mapping = list(range(ranks))
         """PE -> whose memory a mapping of it shows; a wrong entry is a wrong mapping."""
 
         self.together = threading.Barrier(ranks)
-        self.finalized = 0
+        self._modules: dict[int, Any] = {}
+
+    @property
+    def arenas(self) -> list[Arena]:
+        """The last one of each PE."""
+        return [made[-1] for made in self.made]
 
     def module(self, rank: int) -> Any:
-        def finalize() -> None:
-            self.finalized += 1
+        """Always the same, as modules are."""
+        return self._modules.setdefault(rank, self._make_module(rank))
+
+    def _make_module(self, rank: int) -> Any:
+        def init(rank: int, ranks: int, id: bytes) -> None:
+            self.started[rank] += 1
+            self.together.wait(20)
 
         return SimpleNamespace(
             BATCH=4,
             SOURCES=3,
-            initialized=lambda: False,
+            initialized=lambda: self.started[rank] > 0,
             unique_id=lambda: b"id",
-            init=lambda rank, ranks, id: self.together.wait(20),
+            init=init,
             rank=lambda: rank,
             load_kernels=lambda code_object: None,
             Arena=lambda nbytes: Arena(self, rank, nbytes),
             view=lambda address, nbytes, kind, device: torch.from_numpy(_bytes(address, nbytes)).__dlpack__(),
-            finalize=finalize,
         )
 
 
@@ -52,33 +71,41 @@ class Arena:
     """One PE's arena, with the functions of the native class."""
 
     def __init__(self, library: FakeLibrary, rank: int, nbytes: int) -> None:
+        if library.full:
+            raise RuntimeError(f"no {nbytes} bytes in the symmetric heap")
         self._library = library
+        self._rank = rank
+        self._number = len(library.made[rank])
         self.bytes = np.full(nbytes, 0xEE, np.uint8)
         self._state = (0, 0, 0, 0, 0)
         self.launches: list[int] = []
-        library.arenas[rank] = self
+        self.puts: list[list[tuple[int, int, int]]] = []
+        """Launches of puts through the network: (PE, bytes, value of the signal or 0) of each."""
+
+        library.made[rank].append(self)
         library.together.wait(20)
 
     def address(self) -> int:
         return int(self.bytes.ctypes.data)
 
     def peer_address(self, pe: int) -> int:
-        peer = self._library.arenas[self._library.mapping[pe]]
-        assert peer is not None
-        return peer.address()
+        return self._peer(self._library.mapping[pe]).address()
 
     def status(self) -> tuple[int, int, int, int, int]:
         return self._state
 
+    def _peer(self, pe: int) -> Arena:
+        return self._library.made[pe][self._number]
+
     def _there(self, pe: int, symmetric: int) -> int:
-        peer = self._library.arenas[pe]
-        assert peer is not None
-        return peer.address() + symmetric - self.address()
+        return self._peer(pe).address() + symmetric - self.address()
 
     def get(self, transfers: Sequence[tuple[int, ...]], blocks: int, stream: int) -> None:
         self._move(transfers, put=False)
 
     def put(self, transfers: Sequence[tuple[int, ...]], blocks: int, stream: int) -> None:
+        through = [(pe, nbytes, value if signal else 0) for _, _, peer, nbytes, signal, _, value, pe in transfers if not peer]
+        self.puts += [through] if through else []
         self._move(transfers, put=True)
 
     def _move(self, transfers: Sequence[tuple[int, ...]], *, put: bool) -> None:
@@ -115,9 +142,6 @@ class Arena:
         for addend in addends:
             total += addend
 
-    def read_words(self, words: int, host: int, count: int, stream: int) -> None:
-        ctypes.memmove(host, words, 8 * count)
-
     def fill_pattern(self, to: int, nbytes: int, seed: int, stream: int) -> None:
         _bytes(to, nbytes)[:] = _pattern(nbytes, seed)
 
@@ -129,6 +153,7 @@ class Arena:
             self._state = (2, pe, source + first - self.address(), expected, found)
 
     def release(self) -> None:
+        self._library.released[self._rank] += 1
         self._library.together.wait(20)
 
 
@@ -149,7 +174,7 @@ class Stream:
 
     cuda_stream = 0
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
         pass
 
     def record_event(self) -> Any:
@@ -161,6 +186,8 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(memory, "_pinned_words", lambda count: torch.empty(count, dtype=torch.int64))
     thread = threading.local()
     monkeypatch.setattr(memory, "load_extension", lambda name: thread.module)
@@ -174,12 +201,16 @@ class Job:
     def __init__(self, nodes: Sequence[int], timeout_s: float = 10.0) -> None:
         self.nodes = list(nodes)
         self.library = FakeLibrary(len(nodes))
-        self._store = HashStore()
-        self._timeout_s = timeout_s
+        self.store = HashStore()
+        self.timeout_s = timeout_s
+        self.names = [f"rank {r}" for r in range(len(nodes))]
 
-    def memory(self, rank: int, nbytes: int) -> ShmemMemory:
-        """The memory of ``rank``; in its own thread, since all PEs make theirs together."""
+    def enter(self, rank: int) -> None:
+        """This thread is ``rank`` from here on."""
         vars(memory)["_this_thread"].module = self.library.module(rank)
-        names = [f"rank {r}" for r in range(len(self.nodes))]
-        store = PrefixStore("shmem", self._store)
-        return ShmemMemory("nvshmem", nbytes, rank, names, self.nodes, store, torch.device("cpu"), timeout_s=self._timeout_s)
+
+    def memory(self, rank: int, nbytes: int, start: int = 1) -> ShmemMemory:
+        """The memory of ``rank``; in its own thread, since all PEs make theirs together. ``start`` numbers the memories of a process."""
+        self.enter(rank)
+        store = PrefixStore(f"start{start}", self.store)
+        return ShmemMemory("nvshmem", nbytes, rank, self.names, self.nodes, store, CPU, timeout_s=self.timeout_s)

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from primus_odc.errors import ConfigError
-from primus_odc.symmetric.shmem.environment import heap_nbytes, parse_size, prepare_environment
+from primus_odc.symmetric.shmem.environment import heap_nbytes, heap_overhead, parse_size, prepare_environment
 from primus_odc.symmetric.shmem.extension import Library
 
 GIB = 1 << 30
@@ -90,3 +90,12 @@ def test_an_interface_is_named_once(library: Library, name: str, monkeypatch: py
 def test_a_host_thread_that_posts_for_the_gpu_is_refused_between_nodes() -> None:
     assert "NVSHMEM_IB_ENABLE_IBGDA=0" in problems("nvshmem", {"NVSHMEM_IB_ENABLE_IBGDA": "0"})
     assert prepare("nvshmem", {"NVSHMEM_IB_ENABLE_IBGDA": "0"}, machines=1)["NVSHMEM_IB_ENABLE_IBGDA"] == "0"
+
+
+def test_what_a_heap_takes_beside_the_arena() -> None:
+    mib = 1 << 20
+    assert heap_overhead("mori", 100 * mib, {}) == heap_nbytes(100 * mib) - 100 * mib
+    assert heap_overhead("mori", 100 * mib, {"MORI_SHMEM_HEAP_SIZE": "1G"}) == 924 * mib
+    # NVSHMEM: 256 MiB for itself, in granules of 512.
+    assert [heap_overhead("nvshmem", n * mib, {}) for n in (1, 256, 257, 768)] == [511 * mib, 256 * mib, 767 * mib, 256 * mib]
+    assert heap_overhead("nvshmem", 100 * mib, {"NVSHMEM_CUMEM_GRANULARITY": "2M"}) == 256 * mib

@@ -106,8 +106,7 @@ def test_a_word_that_does_not_come_is_told_with_its_name_and_nothing_follows() -
         str(error)
         == f"rank 0: settle of minibatch 3: rank 1 did not store 9 in time in the word at byte {WORDS + 16} of this rank's arena: it is 0"
     )
-    arena = job.library.arenas[1]
-    assert arena is not None and arena.bytes[WORDS] == 0
+    assert job.library.arenas[1].bytes[WORDS] == 0
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 0, 1]], ids=str)
@@ -121,10 +120,45 @@ def test_a_wrong_mapping_is_found_at_start(nodes: list[int]) -> None:
     assert all(isinstance(error, OdcError) for error in errors), errors  # nobody starts
 
 
-def test_close_ends_the_library_once_on_every_pe() -> None:
+def test_memories_follow_each_other_on_one_library_and_a_closed_arena_is_freed_with_the_next() -> None:
     job = Job([0, 1, 1])
-    assert on_every_pe(job, lambda rank, memory: memory.close()) == [None] * 3
-    assert job.library.finalized == 3
+
+    def use(rank: int, first: ShmemMemory) -> list[int]:
+        second = job.memory(rank, NBYTES, start=2)  # two at a time
+        assert job.library.released == [0, 0, 0]
+        first.close()
+        second.put([Write(pe, 8 * rank, second.map.base + 512, 8) for pe in range(3)])
+        third = job.memory(rank, 2 * NBYTES, start=3)
+        if rank:
+            second.close()
+        fourth = job.memory(rank, 2 * NBYTES, start=4)
+        assert bool((fourth.arena == 0).all()) and third.map.base != fourth.map.base
+        return [job.library.started[rank], job.library.released[rank]]
+
+    # The second was not closed everywhere, so it stays.
+    assert on_every_pe(job, use) == [[1, 1]] * 3
+
+
+def test_a_library_serves_one_set_of_ranks() -> None:
+    job = Job([0, 1])
+
+    def use(rank: int, memory: ShmemMemory) -> None:
+        job.names = ["rank 4", "rank 5"]
+        job.memory(rank, NBYTES, start=2)
+
+    errors = [str(error) for error in on_every_pe(job, use)]
+    assert all("this model is on rank 4, rank 5, while it runs for rank 0, rank 1" in text for text in errors), errors
+
+
+def test_a_heap_without_room_for_a_later_engine_says_what_to_set() -> None:
+    job = Job([0, 1])
+
+    def use(rank: int, memory: ShmemMemory) -> None:
+        job.library.full = True
+        job.memory(rank, NBYTES, start=2)
+
+    for error in on_every_pe(job, use):
+        assert "no " in str(error) and "set NVSHMEM_SYMMETRIC_SIZE to what all engines need together" in str(error), error
 
 
 def test_words_outside_the_arena_are_refused() -> None:
