@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,11 @@ from primus_odc.primitives.node_plane import TwoLevelPlane
 from primus_odc.primitives.nodes import Across
 from primus_odc.primitives.plane import ArenaPlane, Fill
 from primus_odc.primitives.protocol import RankProtocol
-from primus_odc.primitives.spec import GroupSpec, memory_bytes, plan_arena, word_counts
+from primus_odc.primitives.spec import GroupSpec, far_word_counts, memory_bytes, plan_arena, word_counts
 from primus_odc.primitives.topology import Topology
 from primus_odc.primitives.two_level import TwoLevelProtocol
-from primus_odc.symmetric.heap import SymmetricHeap
+from primus_odc.symmetric.heap import MakeMemory, SymmetricHeap
+from primus_odc.symmetric.links import Machines
 from primus_odc.symmetric.symm_mem import DeviceMemory
 
 
@@ -47,17 +48,18 @@ def assemble(
     mode, verify, nodes = choices.accumulate, config.verify == "checksum", nodes_of(config, mesh)
     across = nodes.across if nodes is not None else Across()
     plan = plan_arena(groups, mode, RING_SLOTS, device, across)
-    words = word_counts(len(groups), mode, mesh.world_size, mesh.shards, RING_SLOTS, across)
-
     topology = Topology(mesh.rank, mesh.world_size, mesh.peers, mesh.owners, [g.name for g in groups], mesh.names, nodes)
-
-    def make_memory(nbytes: int, words: list[torch.Tensor]) -> DeviceMemory:
-        group, places = mesh.heap_group()
-        written = {r: block for r, block in enumerate(words) if r == mesh.rank or r not in topology.near}
-        return DeviceMemory(nbytes, mesh.rank, group, places, device, written)
-
+    make_memory, machines = span(config, choices, mesh, topology, device)
     heap = SymmetricHeap(
-        mesh.rank, mesh.names, plan, words, mesh.exchange, config.timeout_s, make_memory if choices.transport == "symm_mem" else None
+        mesh.rank,
+        mesh.names,
+        plan,
+        word_counts(len(groups), mode, mesh.world_size, mesh.shards, RING_SLOTS, across),
+        mesh.exchange,
+        config.timeout_s,
+        make_memory,
+        far_words=far_word_counts(len(groups), across),
+        machines=machines,
     )
     memory = memory_bytes(groups, mode, RING_SLOTS, device, across, verify=verify)
     if nodes is None:
@@ -76,3 +78,16 @@ def assemble(
         return Assembly(heap, plane, RankProtocol(topology, plane, mode, RING_SLOTS), memory)
     far = TwoLevelPlane(heap, topology, groups, read_shard_of=read_shard_of, reshard=reshard, deliver=deliver, verify=verify, direct=direct)
     return Assembly(heap, far, TwoLevelProtocol(topology, far), memory)
+
+
+def span(
+    config: OdcConfig, choices: Choices, mesh: Mesh, topology: Topology, device: torch.device
+) -> tuple[MakeMemory | None, Machines | None]:
+    """Where the arenas lie (None: in host memory), and the machines over which they are spread (None: one)."""
+
+    def make_memory(nbytes: int, words: Mapping[int, torch.Tensor], far_words: int) -> DeviceMemory:
+        group, places = mesh.heap_group()
+        written = {r: block for r, block in words.items() if r == mesh.rank or r not in topology.near}
+        return DeviceMemory(nbytes, mesh.rank, group, places, device, written)
+
+    return (make_memory if choices.transport == "symm_mem" else None), None

@@ -186,7 +186,7 @@ class Engine:
             eager = self._progress.eager() if self._progress is not None else contextlib.nullcontext()
             with eager, lanes.on(lanes.settle, after_current=False):
                 lanes.wait(self._begun)
-                run(self._heap, self._protocol.settle(self._heap.words.read))
+                run(self._heap, self._protocol.settle(self._heap.read))
                 self._edits.fetch()
             lanes.join(lanes.settle)
             self._plane.deliveries = None

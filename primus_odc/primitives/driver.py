@@ -24,7 +24,7 @@ def run(heap: SymmetricHeap, steps: Iterable[Effect]) -> None:
     """Execute ``steps`` in order; waits block (and may raise, see :meth:`SymmetricHeap.wait`)."""
     for effect in steps:
         if isinstance(effect, Wait):
-            in_vain = None if effect.in_vain is None else partial(effect.in_vain, heap.words.read)
+            in_vain = None if effect.in_vain is None else partial(effect.in_vain, heap.read)
             heap.wait(effect.rank, effect.word, effect.index, effect.at_least, effect.operation, effect.home, in_vain)
         elif isinstance(effect, Do):
             effect.action()
@@ -44,7 +44,7 @@ def push(heap: SymmetricHeap, protocol: RankProtocol, plane: ArenaPlane, group: 
         for row, owner in enumerate(protocol.t.peers):
             pieces = [(owner, piece) for piece in split_pieces(plane.groups[group], contribution, row, limit)]
             with nullcontext() if owner == heap.rank else plane.lanes.push_to(owner):
-                run(heap, protocol.reduce_owner(group, pieces, heap.words.read))
+                run(heap, protocol.reduce_owner(group, pieces, heap.read))
 
 
 def push_kept(heap: SymmetricHeap, protocol: RankProtocol, plane: ArenaPlane) -> None:
@@ -53,7 +53,7 @@ def push_kept(heap: SymmetricHeap, protocol: RankProtocol, plane: ArenaPlane) ->
         with plane.lanes.pushing():
             for owner in protocol.pushes.owners:
                 with plane.lanes.push_to(owner):
-                    run(heap, protocol.pushes.push_kept(owner, protocol.epoch, heap.words.read, wait=True))
+                    run(heap, protocol.pushes.push_kept(owner, protocol.epoch, heap.read, wait=True))
 
 
 class ProgressThread:
@@ -80,7 +80,7 @@ class ProgressThread:
         """Add everything that has arrived."""
         try:
             for source in self._sources:
-                run(self._heap, self._protocol.serve(self._heap.words.read, source))
+                run(self._heap, self._protocol.serve(self._heap.read, source))
         except BaseException as error:
             self._error = error  # handed to the main thread, which raises it
             self._heap.abort(str(error))

@@ -19,5 +19,5 @@ def exchange_scalar(heap: SymmetricHeap, protocol: RankProtocol, value: float, o
         heap.words.put("scalar", struct.unpack("=q", struct.pack("=d", value))[0], parity)
 
     run(heap, protocol.exchange(put, operation))
-    bits = [heap.words.read(*protocol.scalar_of(r, place)) for r in protocol.t.peers]
+    bits = [heap.read(*protocol.scalar_of(r, place), afresh=True) for r in protocol.t.peers]
     return [struct.unpack("=d", struct.pack("=q", b))[0] for b in bits]

@@ -174,8 +174,8 @@ def plan_arena(groups: Sequence[GroupSpec], mode: str, slots: int, device: torch
 
 
 def word_counts(groups: int, mode: str, ranks: int, shards: int, slots: int, across: Across = _ONE_NODE) -> dict[str, int]:
-    """Control words of the protocols (:mod:`primus_odc.primitives.protocol`, :mod:`primus_odc.primitives.two_level`) and the payload words
-    beside them."""
+    """Control words of the protocols (:mod:`primus_odc.primitives.protocol`, :mod:`primus_odc.primitives.two_level`) that ranks of the
+    same node store, and the payload words beside them."""
     words = {
         "published": 1,
         "done": 1,
@@ -189,7 +189,14 @@ def word_counts(groups: int, mode: str, ranks: int, shards: int, slots: int, acr
     if mode == "owner":
         words |= {"summed": groups, "head": ranks, "tail": ranks, "piece": shards * slots * PIECE_WORDS}
     if across.stagings:
-        nodes = across.stagings + 1
-        words |= {"landed": across.landings * groups, "arrived": nodes * groups, "node_done": nodes, "node_closed": nodes}
-        words |= {"partial": shards * groups, "partial_sum": groups, "far_normed": across.landings, "far_scalar": 2 * across.landings}
+        words |= {"partial": shards * groups, "partial_sum": groups}
     return words
+
+
+def far_word_counts(groups: int, across: Across) -> dict[str, int]:
+    """Words, and payload words, that ranks of other nodes store."""
+    if not across.stagings:
+        return {}
+    nodes, landings = across.stagings + 1, across.landings
+    words = {"landed": landings * groups, "arrived": nodes * groups, "node_done": nodes, "node_closed": nodes}
+    return words | {"far_normed": landings, "far_scalar": 2 * landings}

@@ -1,19 +1,20 @@
-"""SymmetricHeap: one arena and one block of control words per rank, readable and writable by every peer.
+"""SymmetricHeap: one arena and one block of control words per rank, readable and writable by every peer of its node.
 
 The words lie in host memory always. The arena lies beside them, or in device memory; then words that cover device work are stored by the
 stream that does it (:meth:`SymmetricHeap.store`).
 
-The heap knows nothing of parameters or gradients. It offers byte views of any rank's arena, the control words, and the only blocking
-call of the library, :meth:`SymmetricHeap.wait`, which ends with an error that names the peer when the peer died, left, aborted or
-fell silent.
+Over several machines (:class:`Machines`) the arenas and words of the own node are mapped as always. Memory of other nodes is written
+only, through a :class:`Network`: arenas by :meth:`SymmetricHeap.put`, and *far words* by :meth:`SymmetricHeap.signal`, which lie where the
+network can write (:mod:`primus_odc.symmetric.far_words`). Who lives there comes over TCP (:mod:`primus_odc.symmetric.links`).
 
-Start-up: after mapping, every rank writes a value derived from (writer, reader) into its own arena and into every peer's, and every
-rank checks what it reads in both directions, so a wrong mapping or a stale view is found before the first step.
+The heap knows nothing of parameters or gradients. It offers byte views of arenas, the control words, and the only blocking call of the
+library, :meth:`SymmetricHeap.wait`, which ends with an error that names the peer when the peer died, left, aborted or fell silent.
+
+Start-up ends with a test of every pair of ranks (:mod:`primus_odc.symmetric.pattern`).
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 import weakref
@@ -21,20 +22,21 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from primus_odc.errors import OdcError, PeerError, PeerTimeoutError, ProtocolError
-from primus_odc.symmetric.arena import ArenaPlan, Region, align
-from primus_odc.symmetric.host import Exchange, connect_host_mesh
+from primus_odc.errors import PeerError, PeerTimeoutError, ProtocolError
+from primus_odc.symmetric import pattern
+from primus_odc.symmetric.arena import ArenaPlan, Region
+from primus_odc.symmetric.board import OWN_WORDS, Board
+from primus_odc.symmetric.far_words import FarWords
+from primus_odc.symmetric.host import Exchange
+from primus_odc.symmetric.links import Machines
 from primus_odc.symmetric.liveness import PeerWatcher
-from primus_odc.symmetric.words import WORD_BYTES, WordLayout, Words
+from primus_odc.symmetric.network import Network
+from primus_odc.symmetric.presence import come_together
+from primus_odc.symmetric.pulse import HARD_CAP_FACTOR, Pulse
+from primus_odc.symmetric.words import WORD_BYTES, WordLayout
 
-ABORT_TEXT_BYTES = 1024
-HARD_CAP_FACTOR = 3
-"""A peer that beats but never arrives is given up after this many time-outs (it is stuck elsewhere, e.g. in a collective)."""
-
-_HEAP_WORDS = {"heartbeat": 1, "abort": 1, "closed": 1, "mapped": 1}
 _SPIN_ROUNDS = 20
 _MAX_SLEEP_S = 0.001
 _MAX_SLEEP_DEVICE_S = 0.00005
@@ -42,26 +44,28 @@ _MAX_SLEEP_DEVICE_S = 0.00005
 
 
 class Memory(Protocol):
-    """Device memory of all ranks (:class:`primus_odc.symmetric.symm_mem.DeviceMemory`)."""
+    """Arenas outside the host's segments (:class:`primus_odc.symmetric.symm_mem.DeviceMemory`)."""
 
-    arenas: list[torch.Tensor]
+    @property
+    def arenas(self) -> Mapping[int, torch.Tensor]:
+        """Those of the ranks of this node, uint8 ``[nbytes]``."""
 
-    def store(self, rank: int, offset: int, value: int) -> None: ...
+    @property
+    def network(self) -> Network | None:
+        """What writes into other nodes; None: there are none."""
 
-    def synchronize(self) -> None: ...
+    def store(self, rank: int, offset: int, value: int) -> None:
+        """Store a word, ``offset`` bytes into the block of ``rank``, behind what the current stream was given."""
 
-    def close(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait for this device's own work; what it put and signalled to other nodes has arrived there then."""
+
+    def close(self) -> None:
+        """As :meth:`synchronize`, and end; this rank says goodbye afterwards."""
 
 
-MakeMemory = Callable[[int, list[torch.Tensor]], Memory]
-"""``(arena bytes, every rank's words as bytes)`` -> memory; collective."""
-
-
-def _heartbeat(words: Words) -> Callable[[], None]:
-    # A function of the words alone: through a method of the heap, heap and watcher would hold each other, and where the garbage
-    # collector is off the segments of a closed heap would stay mapped.
-    beats = itertools.count(1)
-    return lambda: words.write("heartbeat", next(beats))
+MakeMemory = Callable[[int, Mapping[int, torch.Tensor], int], Memory]
+"""``(arena bytes, words of every rank of the node as bytes, number of far words)`` -> memory; collective over all ranks."""
 
 
 def _leave(watcher: PeerWatcher) -> None:
@@ -84,9 +88,17 @@ class SymmetricHeap:
         timeout_s: a wait fails when its peer shows no heartbeat for this long, or in any case after
             :data:`HARD_CAP_FACTOR` times as long.
         make_memory: puts the arenas into device memory; None: host memory.
+        far_words: words that ranks of other nodes store, as ``words``. Without ``machines`` they lie beside those.
+        machines: which ranks share a machine, where not all do; needs ``make_memory``, and a ``network`` of what it makes.
 
     Attributes:
+        near: the ranks of this node, ascending.
         sending: around every :meth:`put` with its :meth:`signal`; who has a stream for them makes it the current one.
+        signals: how often :meth:`signal` was called.
+        waited_s: seconds in :meth:`wait` by the first word of the operation.
+
+    Raises:
+        OdcError, PeerError, PeerTimeoutError: the ranks cannot share memory, or one of them did not come.
     """
 
     def __init__(
@@ -98,6 +110,9 @@ class SymmetricHeap:
         exchange: Exchange,
         timeout_s: float,
         make_memory: MakeMemory | None = None,
+        *,
+        far_words: Mapping[str, int] | None = None,
+        machines: Machines | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = len(names)
@@ -105,29 +120,35 @@ class SymmetricHeap:
         self.timeout_s = timeout_s
         self.plan = plan
         self.waited_s: dict[str, float] = {}
-        self.signals = 0
         self.sending: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._probe = plan.add("heap.probe", 16 * self.world_size)
-        layout = WordLayout.of({**_HEAP_WORDS, **words})
-        self._abort_text = align(layout.nbytes)
-        self._data = self._abort_text + align(ABORT_TEXT_BYTES)
+        plan.add(pattern.PROBE, pattern.probe_bytes(self.world_size))
+        far_layout = WordLayout.of({pattern.FAR_WORD: self.world_size, **(far_words or {})})
+        layout = WordLayout.of({**OWN_WORDS, **words, **((far_words or {}) if machines is None else {})})
+        self._data = Board.nbytes(layout)
         nbytes = self._data + (max(plan.nbytes, 1) if make_memory is None else 0)
-        mesh = connect_host_mesh(rank, self.world_size, nbytes, exchange, timeout_s)
-        self._segments = [torch.frombuffer(segment, dtype=torch.uint8) for segment in mesh.segments]
-        blocks = [s[: layout.nbytes].numpy().view(np.int64) for s in self._segments]
-        self.words = Words(layout, blocks, rank)
-        self._watcher = PeerWatcher(mesh.sockets, _heartbeat(self.words))
+        segments, self._board, self._watcher = come_together(rank, names, nbytes, layout, exchange, timeout_s, machines)
         weakref.finalize(self, _leave, self._watcher)  # also at interpreter exit
+        self.words = self._board.words
+        self.near = self._board.near
         self._memory: Memory | None = None
+        self._far: FarWords | None = None
         self._stored: dict[tuple[int, int], int] = {}
         try:
             if make_memory is None:
-                self._arenas = [s[self._data :] for s in self._segments]
+                self._arenas: Mapping[int, torch.Tensor] = {r: s[self._data :] for r, s in segments.items()}
             else:
-                self._memory = make_memory(max(plan.nbytes, 1), [s[: layout.nbytes] for s in self._segments])
+                blocks = {r: s[: layout.nbytes] for r, s in segments.items()}
+                self._memory = make_memory(max(plan.nbytes, 1), blocks, far_layout.total if machines is not None else 0)
                 self._arenas = self._memory.arenas
+            self._network = self._memory.network if self._memory is not None else None
+            if machines is not None:
+                if self._network is None:
+                    raise ValueError("ranks of several machines need memory with a network (make_memory)")
+                self._far = FarWords(far_layout, self._network, names[rank])
             self._max_sleep_s = _MAX_SLEEP_S if self._memory is None else _MAX_SLEEP_DEVICE_S
-            self._check_mapping()
+            self.signals = 0
+            pattern.check_mapping(self)
+            self.signals = 0
         except BaseException as error:
             self.abort(str(error))
             self.close(goodbye=False)
@@ -144,8 +165,24 @@ class SymmetricHeap:
         return self._data + self.plan.nbytes
 
     def view(self, rank: int, region: Region) -> torch.Tensor:
-        """The bytes of ``region`` in the arena of ``rank``: uint8, shape ``[region.nbytes]``."""
+        """The bytes of ``region`` in the arena of ``rank``, which is of this node: uint8, shape ``[region.nbytes]``."""
+        self._require_near(rank, "its arena")
         return self._arenas[rank][region.offset : region.offset + region.nbytes]
+
+    def read(self, rank: int, word: str, index: int = 0, *, afresh: bool = False) -> int:
+        """``word[index]`` in the memory of ``rank``, which is of this node.
+
+        A far word is that of the last look at it, which is no older than the last wait for it, or with ``afresh`` as it is now: what has no
+        order of values (:meth:`put_word`) has to be read so.
+        """
+        self._require_near(rank, f"{word}[{index}]")
+        if self._far is not None and word in self._far.layout.lengths:
+            return self._far.read(rank, word, index, afresh=afresh)
+        return self.words.read(rank, word, index)
+
+    def _require_near(self, rank: int, what: str) -> None:
+        if rank not in self.near:
+            raise ProtocolError(f"{self.names[self.rank]}: {what} in the memory of {self.names[rank]}, on another machine, cannot be read")
 
     def store(self, word: str, value: int, index: int = 0) -> None:
         """Store one of this rank's own words after all work before it: at once in host memory, in the order of the current stream where
@@ -159,14 +196,25 @@ class SymmetricHeap:
     def put(self, rank: int, region: Region, data: torch.Tensor, offset: int = 0) -> None:
         """Write ``data`` (contiguous) into ``region`` of the arena of ``rank``, from byte ``offset`` of the region.
 
-        It is visible there before what :meth:`signal` stores afterwards; until the reader has answered, ``data`` must not change.
+        It is visible there before what :meth:`signal` stores afterwards; until the reader has answered, ``data`` must not change. To
+        another machine ``data`` has to lie in this rank's own arena.
         """
         source = data.reshape(-1).view(torch.uint8)
-        self.view(rank, region)[offset : offset + source.numel()].copy_(source)
+        if rank in self.near:
+            self.view(rank, region)[offset : offset + source.numel()].copy_(source)
+            return
+        assert self._network is not None
+        own = self._arenas[self.rank]
+        if not 0 <= source.data_ptr() - own.data_ptr() <= own.nbytes - source.nbytes:
+            raise ValueError(f"{source.nbytes} bytes for {self.names[rank]}: what another machine gets has to lie in this rank's own arena")
+        self._network.put(rank, region.offset + offset, source)
 
     def put_word(self, rank: int, word: str, value: int, index: int = 0) -> None:
         """:meth:`put` of a payload word (:meth:`Words.put`) into the memory of ``rank``."""
-        self.words.put(word, value, index, rank)
+        if rank in self.near:
+            self.words.put(word, value, index, rank)
+        else:
+            self._far_words().put(rank, word, value, index)
 
     def signal(self, rank: int, word: str, value: int, index: int = 0) -> None:
         """Store ``word[index]`` in the memory of ``rank``, after everything this rank has put there; this rank is its only writer.
@@ -174,8 +222,20 @@ class SymmetricHeap:
         Raises:
             ProtocolError: the word would decrease.
         """
-        self._store(rank, word, value, index)
+        if rank in self.near:
+            self._store(rank, word, value, index)
+        else:
+            self._far_words().signal(rank, word, value, index)
         self.signals += 1
+
+    def _far_words(self) -> FarWords:
+        assert self._far is not None  # there is no other node without
+        return self._far
+
+    def synchronize(self) -> None:
+        """Wait until what was stored and put is there, on a device; it never includes a peer's work."""
+        if self._memory is not None:
+            self._memory.synchronize()
 
     def _store(self, rank: int, word: str, value: int, index: int) -> None:
         if self._memory is None:
@@ -210,33 +270,39 @@ class SymmetricHeap:
         """
         self.check(operation)
         home = rank if home is None else home
-        if self.words.read(home, word, index) >= at_least:
+        if self._reached(home, word, index, at_least):
             return
-        start = now = last_beat_at = time.monotonic()
-        last_beat = self.words.read(rank, "heartbeat")
+        me, writer = self.names[self.rank], self.names[rank]
+        pulse = Pulse(self._board, self._watcher, self.names, [rank], self.timeout_s)
         rounds, sleep_s = 0, 20e-6
-        goal = f"{operation}: waiting for {word}[{index}] of {self.names[rank]} to reach {at_least}"
-        while self.words.read(home, word, index) < at_least:
+        goal = f"{operation}: waiting for {word}[{index}] of {writer} to reach {at_least}"
+        while not self._reached(home, word, index, at_least):
             rounds += 1
-            if rounds > _SPIN_ROUNDS:
-                time.sleep(sleep_s)
-                sleep_s = min(2 * sleep_s, self._max_sleep_s)
-                self.check(goal)
-                if rank in self._watcher.left and self.words.read(home, word, index) < at_least:
-                    me, writer = self.names[self.rank], self.names[rank]
-                    raise PeerError(f"{me}: {goal}: {writer} left (detached or closed its heap) and will never get there")
-                # Read once more: the word may have got there just before what makes the wait look vain.
-                if in_vain is not None and (reason := in_vain()) and self.words.read(home, word, index) < at_least:
-                    raise ProtocolError(f"{self.names[self.rank]}: {operation}: {reason}")
-                now = time.monotonic()
-                beat = self.words.read(rank, "heartbeat")
-                if beat != last_beat:
-                    last_beat, last_beat_at = beat, now
-                self._check_time(goal, now - last_beat_at, now - start, self.words.read(home, word, index))
-            else:
+            if rounds <= _SPIN_ROUNDS:
                 time.sleep(0)
+                continue
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, self._max_sleep_s)
+            self.check(goal)
+            # Look once more each time: the word may have got there just before what makes the wait look vain.
+            if rank in self._watcher.left and not self._reached(home, word, index, at_least, afresh=True):
+                raise PeerError(f"{me}: {goal}: {writer} left (detached or closed its heap) and will never get there")
+            if in_vain is not None and (reason := in_vain()) and not self._reached(home, word, index, at_least, afresh=True):
+                raise ProtocolError(f"{me}: {operation}: {reason}")
+            if fault := pulse.fault():
+                raise PeerTimeoutError(f"{me}: {goal} (it is {self.read(home, word, index)}): {fault}")
+            if overdue_s := pulse.overdue_s():
+                raise PeerTimeoutError(
+                    f"{me}: {goal} (it is {self.read(home, word, index)}): that rank is alive but did not get there in {overdue_s:.1f} s "
+                    f"({HARD_CAP_FACTOR} x odc.timeout_s); raise odc.timeout_s if it may take that long"
+                )
         key = operation.split(" ", 1)[0]
-        self.waited_s[key] = self.waited_s.get(key, 0.0) + time.monotonic() - start
+        self.waited_s[key] = self.waited_s.get(key, 0.0) + time.monotonic() - pulse.start
+
+    def _reached(self, home: int, word: str, index: int, at_least: int, *, afresh: bool = False) -> bool:
+        if self._far is not None and word in self._far.layout.lengths and home in self.near:
+            return self._far.reached(home, word, index, at_least, afresh=afresh)
+        return self.read(home, word, index) >= at_least
 
     def wait_for(self, done: Callable[[], bool], operation: str) -> None:
         """Block until ``done()``, which needs every rank; all of them are watched meanwhile, as :meth:`wait` watches one.
@@ -245,100 +311,42 @@ class SymmetricHeap:
             PeerError: some rank died or aborted.
             PeerTimeoutError: some rank showed no heartbeat for ``timeout_s``, or it took :data:`HARD_CAP_FACTOR` times as long.
         """
-        start = time.monotonic()
-        beats = {r: (self.words.read(r, "heartbeat"), start) for r in range(self.world_size) if r != self.rank}
+        me, others = self.names[self.rank], [r for r in range(self.world_size) if r != self.rank]
+        pulse = Pulse(self._board, self._watcher, self.names, others, self.timeout_s)
         sleep_s = 20e-6
         while not done():
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
             self.check(operation)
-            now = time.monotonic()
-            for r, (known, since) in beats.items():
-                beat = self.words.read(r, "heartbeat")
-                if beat != known:
-                    beats[r] = beat, now
-                elif now - since > self.timeout_s and r not in self._watcher.left:  # it may have done its part before it left
-                    raise PeerTimeoutError(
-                        f"{self.names[self.rank]}: {operation}: no sign of life from {self.names[r]} for {now - since:.1f} s "
-                        f"(odc.timeout_s = {self.timeout_s:g})"
-                    )
-            if now - start > HARD_CAP_FACTOR * self.timeout_s:
+            if fault := pulse.fault():
+                raise PeerTimeoutError(f"{me}: {operation}: {fault}")
+            if overdue_s := pulse.overdue_s():
                 raise PeerTimeoutError(
-                    f"{self.names[self.rank]}: {operation}: not all ranks got there in {now - start:.1f} s ({HARD_CAP_FACTOR} x "
-                    "odc.timeout_s); raise odc.timeout_s if it may take that long"
+                    f"{me}: {operation}: not all ranks got there in {overdue_s:.1f} s ({HARD_CAP_FACTOR} x odc.timeout_s); raise "
+                    "odc.timeout_s if it may take that long"
                 )
-
-    def _check_time(self, goal: str, silent_s: float, total_s: float, value: int) -> None:
-        me = self.names[self.rank]
-        if silent_s > self.timeout_s:
-            raise PeerTimeoutError(
-                f"{me}: {goal} (it is {value}): no sign of life from it for {silent_s:.1f} s (odc.timeout_s = {self.timeout_s:g})"
-            )
-        if total_s > HARD_CAP_FACTOR * self.timeout_s:
-            raise PeerTimeoutError(
-                f"{me}: {goal} (it is {value}): that rank is alive but did not get there in {total_s:.1f} s "
-                f"({HARD_CAP_FACTOR} x odc.timeout_s); raise odc.timeout_s if it may take that long"
-            )
 
     def check(self, operation: str) -> None:
         """Raise :class:`PeerError` if any rank died or aborted."""
         me = self.names[self.rank]
-        if text := self._abort_message(self.rank):
+        if text := self._board.abort_message(self.rank):
             raise PeerError(f"{me}: {operation}: this rank failed before: {text}")
         if dead := self._watcher.dead:
             who = ", ".join(self.names[r] for r in dead)
             # A rank that failed with a message wrote it before it ended: its own words are worth more than "it died".
-            said = "; ".join(t for t in (self._abort_message(r) for r in dead) if t)
+            said = "; ".join(t for t in (self._board.abort_message(r) for r in dead) if t)
             raise PeerError(f"{me}: {operation}: {who} died" + (f" after: {said}" if said else " (its process ended without a goodbye)"))
-        for r in range(self.world_size):
-            if r != self.rank and (text := self._abort_message(r)):
+        for r, text in self._board.aborted().items():
+            if r != self.rank:
                 raise PeerError(f"{me}: {operation}: {self.names[r]} aborted: {text}")
 
     def abort(self, message: str) -> None:
         """Tell every peer that this rank failed; the first message stands."""
-        if self.words.read(self.rank, "abort"):
-            return
-        data = message.encode()[: ABORT_TEXT_BYTES - 1].ljust(ABORT_TEXT_BYTES, b"\0")
-        text = self._segments[self.rank][self._abort_text : self._abort_text + ABORT_TEXT_BYTES]
-        text.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self.words.write("abort", 1)
-
-    def _abort_message(self, rank: int) -> str:
-        if not self.words.read(rank, "abort"):
-            return ""
-        text = self._segments[rank][self._abort_text : self._abort_text + ABORT_TEXT_BYTES]
-        return bytes(text.numpy()).rstrip(b"\0").decode(errors="replace") or "no message"
+        self._board.abort(message)
+        self._watcher.tell()
 
     def close(self, *, goodbye: bool = True) -> None:
         """Leave: stop the watcher. The segments are freed with the last view and the last process."""
         if self._memory is not None:
             self._memory.close()
         self._watcher.stop(goodbye=goodbye)
-
-    def _check_mapping(self) -> None:
-        """Every pair, both directions: I read what the owner wrote for me, the owner reads what I wrote into its arena."""
-
-        def expected(writer: int, reader: int) -> int:
-            return 0x5D0C << 32 | writer << 16 | reader
-
-        def cells(rank: int) -> torch.Tensor:
-            return self.view(rank, self._probe).view(torch.int64).view(2, self.world_size)
-
-        for peer in range(self.world_size):
-            cells(self.rank)[0, peer] = expected(self.rank, peer)  # for `peer` to pull
-            cells(peer)[1, self.rank] = expected(self.rank, peer)  # pushed to `peer`
-        if self._memory is not None:
-            self._memory.synchronize()
-        self.words.write("mapped", 1)
-        for peer in range(self.world_size):
-            self.wait(peer, "mapped", 0, 1, "start-up pattern test")
-            pulled, pushed = int(cells(peer)[0, self.rank]), int(cells(self.rank)[1, peer])
-            if pulled != expected(peer, self.rank) or pushed != expected(peer, self.rank):
-                raise OdcError(
-                    f"{self.names[self.rank]}: start-up pattern test with {self.names[peer]} failed: pulled {pulled:#x}, pushed "
-                    f"{pushed:#x}, expected {expected(peer, self.rank):#x}: its memory is mapped wrongly"
-                )
-        # A rank that sees nothing wrong itself may be the one whose writes go astray: nobody starts before all are content.
-        self.words.write("mapped", 2)
-        for peer in range(self.world_size):
-            self.wait(peer, "mapped", 0, 2, "start-up pattern test")

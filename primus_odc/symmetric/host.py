@@ -9,7 +9,7 @@ Bootstrap of rank r of W; steps 3 and 4 are under one time-out, step 2 is under 
 wait for late ones:
 1. listen on a fresh abstract address;
 2. exchange ``(boot id, network namespace, address, size, available memory)`` over the job's existing process group, and refuse
-   together what cannot work;
+   together what cannot work; from here on ranks of other nodes, if any, play no part;
 3. make the segment, connect to every lower rank and accept every higher one; both ends send their rank and their descriptor;
 4. map every peer's segment. The sockets stay open for :mod:`primus_odc.symmetric.liveness`.
 """
@@ -23,7 +23,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,9 @@ _HELLO = struct.Struct("=qq")  # rank, segment size in bytes
 
 @dataclass
 class HostMesh:
-    """Every rank's segment, mapped here, and an open socket to every peer."""
+    """The segment of every rank of this node, mapped here, and an open socket to every other one."""
 
-    segments: list[mmap.mmap]
+    segments: dict[int, mmap.mmap]
     sockets: dict[int, socket.socket]
 
 
@@ -97,15 +97,20 @@ def make_segment(nbytes: int, rank: int) -> int:
     return fd
 
 
-def connect_host_mesh(rank: int, world_size: int, nbytes: int, exchange: Exchange, timeout_s: float) -> HostMesh:
-    """Make this rank's segment and map everybody's; collective over the ranks of ``exchange``.
+def connect_host_mesh(
+    rank: int, world_size: int, nbytes: int, exchange: Exchange, timeout_s: float, nodes: Sequence[int] | None = None
+) -> HostMesh:
+    """Make this rank's segment and map those of its node; collective over the ranks of ``exchange``.
 
     Args:
         rank, world_size: this process among the ranks that share the heap.
         nbytes: size of each rank's segment; must be equal on all ranks.
         exchange: all-gather over those ranks, in rank order.
         timeout_s: limit for connecting once ``exchange`` has returned; a missing peer is named.
+        nodes: the node of every rank; None: all ranks share one.
     """
+    nodes = [0] * world_size if nodes is None else nodes
+    near = [r for r in range(world_size) if nodes[r] == nodes[rank]]
     require_host_transport()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = f"primus_odc-{uuid.uuid4().hex}"
@@ -115,7 +120,7 @@ def connect_host_mesh(rank: int, world_size: int, nbytes: int, exchange: Exchang
     try:
         cards: list[_Card] = exchange(card)
         deadline = time.monotonic() + timeout_s
-        _check_cards(cards, rank)
+        _check_cards(cards, rank, nodes)
         fd = make_segment(nbytes, rank)
     except BaseException:
         listener.close()
@@ -124,13 +129,13 @@ def connect_host_mesh(rank: int, world_size: int, nbytes: int, exchange: Exchang
     unknown: list[socket.socket] = []  # accepted, rank not told yet
     descriptors = {rank: fd}
     try:
-        for peer in range(rank):
+        for peer in (r for r in near if r < rank):
             sockets[peer] = sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(_left(deadline))
             sock.connect("\0" + cards[peer].address)
             _send_hello(sock, rank, nbytes, fd)
             _receive_hello(sock, descriptors, nbytes)
-        while len(sockets) < world_size - 1:
+        while len(sockets) < len(near) - 1:
             listener.settimeout(_left(deadline))
             sock, _ = listener.accept()
             if _peer_uid(sock) != os.getuid():
@@ -142,7 +147,7 @@ def connect_host_mesh(rank: int, world_size: int, nbytes: int, exchange: Exchang
             sockets[peer] = unknown.pop()
             _send_hello(sock, rank, nbytes, fd)
     except BaseException as error:
-        missing = sorted(set(range(world_size)) - set(descriptors))
+        missing = sorted(set(near) - set(descriptors))
         for sock in [*sockets.values(), *unknown]:
             sock.close()
         for descriptor in descriptors.values():
@@ -152,7 +157,7 @@ def connect_host_mesh(rank: int, world_size: int, nbytes: int, exchange: Exchang
         raise PeerTimeoutError(f"rank {rank}: ranks {missing} did not join the heap within {timeout_s:g} s ({error!r})") from error
     finally:
         listener.close()
-    segments = [mmap.mmap(descriptors[r], nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) for r in range(world_size)]
+    segments = {r: mmap.mmap(descriptors[r], nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) for r in near}
     for descriptor in descriptors.values():
         os.close(descriptor)  # the mapping keeps the segment alive
     return HostMesh(segments, sockets)
@@ -169,23 +174,32 @@ def _boot_id() -> str:
         return f.read().strip()
 
 
-def _check_cards(cards: list[_Card], rank: int) -> None:
-    mine = cards[rank]
-    elsewhere = [r for r, c in enumerate(cards) if (c.boot_id, c.net_namespace) != (mine.boot_id, mine.net_namespace)]
-    if elsewhere:
-        raise OdcError(
-            f"rank {rank}: ranks {elsewhere} run on another host or in another network namespace; odc.transport 'host' reaches "
-            "one host and one namespace only (containers of one host can share it with --network=host)"
-        )
+def _check_cards(cards: list[_Card], rank: int, nodes: Sequence[int]) -> None:
+    """All ranks find the same, whatever their node, and so refuse together."""
     sizes = {c.nbytes for c in cards}
     if len(sizes) != 1:
         raise OdcError(f"rank {rank}: the ranks plan arenas of different sizes {sorted(sizes)}: the models or options differ")
-    total, available = sum(c.nbytes for c in cards), min(c.available for c in cards)
-    if total > available:
-        raise OdcError(
-            f"rank {rank}: the arenas of {len(cards)} ranks need {total / 2**30:.2f} GiB and this host has {available / 2**30:.2f} GiB "
-            "left; use fewer ranks, odc.accumulate: owner, or a smaller model"
-        )
+    for node in sorted(set(nodes), key=lambda node: node != nodes[rank]):  # the own one first
+        members = [r for r, n in enumerate(nodes) if n == node]
+        first = cards[rank if node == nodes[rank] else members[0]]
+        elsewhere = [r for r in members if (cards[r].boot_id, cards[r].net_namespace) != (first.boot_id, first.net_namespace)]
+        if elsewhere and len(members) == len(nodes):
+            raise OdcError(
+                f"rank {rank}: ranks {elsewhere} run on another host or in another network namespace; odc.transport 'host' reaches "
+                "one host and one namespace only (containers of one host can share it with --network=host)"
+            )
+        if elsewhere:
+            raise OdcError(
+                f"rank {rank}: of the ranks {members} of one node, {elsewhere} run on another host or in another network namespace than "
+                "the others: odc.ranks_per_node has to be the number of ranks that share a host (containers of one host can share it with "
+                "--network=host)"
+            )
+        total, available = sum(cards[r].nbytes for r in members), min(cards[r].available for r in members)
+        if total > available:
+            raise OdcError(
+                f"rank {rank}: the arenas of {len(members)} ranks need {total / 2**30:.2f} GiB and their host has {available / 2**30:.2f} "
+                "GiB left; use fewer ranks, odc.accumulate: owner, or a smaller model"
+            )
 
 
 def _left(deadline: float) -> float:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from primus_odc.errors import OdcError
+from primus_odc.symmetric.network import Network
 from primus_odc.symmetric.stream_words import StreamWriter
 
 
@@ -28,8 +29,11 @@ class DeviceMemory:
             be in another node (uint8, page-aligned).
 
     Attributes:
-        arenas: one uint8 tensor ``[nbytes]`` per rank, in rank order.
+        arenas: one uint8 tensor ``[nbytes]`` per rank.
+        network: none: all ranks are of one machine.
     """
+
+    network: Network | None = None
 
     def __init__(
         self,
@@ -54,9 +58,9 @@ class DeviceMemory:
         self._local.zero_()  # padding of shards is compared too
         self.synchronize()  # or what a peer writes after the rendezvous could be zeroed
         self._handle = symmetric_memory.rendezvous(self._local, group)
-        self.arenas = [
-            self._local if r == rank else self._handle.get_buffer(place, (nbytes,), torch.uint8) for r, place in enumerate(places)
-        ]
+        self.arenas = {
+            r: self._local if r == rank else self._handle.get_buffer(place, (nbytes,), torch.uint8) for r, place in enumerate(places)
+        }
         self._writers = {r: StreamWriter(block, device) for r, block in words.items()}
 
     def store(self, rank: int, offset: int, value: int) -> None:

@@ -1,9 +1,9 @@
 """Control words: the only thing ranks synchronise on.
 
 Every rank owns one block of 64-bit signed words in its own shared segment. A word has exactly one writer. That is the rank that owns the
-block, and every peer may read it; or, where a protocol assumes that other nodes cannot be read, one rank of another node that signals
-into the block of its reader. Words only ever grow, and nobody performs a read-modify-write on them, so an aligned 64-bit store and
-load are all the hardware support that is needed:
+block, and every peer of its node may read it; or one rank of another node that signals into the block of its reader
+(:mod:`primus_odc.symmetric.far_words`, unless the nodes are one machine's). Words only ever grow, and nobody performs a read-modify-write
+on them, so an aligned 64-bit store and load are all the hardware support that is needed:
 
 * a writer finishes the data a word covers, then stores the word;
 * a reader loads the word, then reads the data.
@@ -57,16 +57,16 @@ class WordLayout:
 
 
 class Words:
-    """The blocks of all ranks, as seen from rank ``rank``.
+    """The blocks of all ranks of a node, as seen from rank ``rank``.
 
     Args:
         layout: the common layout.
-        blocks: one int64 array of ``layout.total`` words for each rank, mapped from that rank's segment.
+        blocks: by rank, of all that are mapped here: an int64 array of ``layout.total`` words, from that rank's segment.
         rank: the rank whose block this process writes.
     """
 
-    def __init__(self, layout: WordLayout, blocks: list[npt.NDArray[np.int64]], rank: int) -> None:
-        for r, block in enumerate(blocks):
+    def __init__(self, layout: WordLayout, blocks: Mapping[int, npt.NDArray[np.int64]], rank: int) -> None:
+        for r, block in blocks.items():
             if block.dtype != np.int64 or block.shape != (layout.total,) or block.ctypes.data % WORD_BYTES:
                 raise ValueError(f"block of rank {r} is not an aligned int64 array of {layout.total} words")
         self.layout = layout
@@ -74,7 +74,7 @@ class Words:
         self._blocks = blocks
 
     def read(self, rank: int, name: str, index: int = 0) -> int:
-        """Load one word of any rank."""
+        """Load one word of any rank that is mapped."""
         return int(self._blocks[rank][self.layout.position(name, index)])
 
     def write(self, name: str, value: int, index: int = 0) -> None:

@@ -12,7 +12,7 @@ import torch
 from primus_odc.errors import OdcError, PeerError, VerificationError
 from primus_odc.primitives.contribution import Contribution
 from primus_odc.primitives.driver import run
-from primus_odc.symmetric import heap as heap_module
+from primus_odc.symmetric import presence
 from primus_odc.symmetric.host import HostMesh
 from tests.primitives.groups import make_contribution
 from tests.primitives.plane_ranks import PlaneRank, open_ranks, random_parameters, settle_and_publish, together
@@ -132,7 +132,7 @@ def test_what_is_corrupted_on_its_way_to_another_node_is_found(monkeypatch: pyte
 
 
 def test_start_up_finds_two_swapped_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = heap_module.connect_host_mesh
+    connect = presence.connect_host_mesh
 
     def swapped(rank: int, *args: object) -> HostMesh:
         mesh = connect(rank, *args)  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_start_up_finds_two_swapped_mappings(monkeypatch: pytest.MonkeyPatch) ->
             mesh.segments[1], mesh.segments[2] = mesh.segments[2], mesh.segments[1]
         return mesh
 
-    monkeypatch.setattr(heap_module, "connect_host_mesh", swapped)
+    monkeypatch.setattr(presence, "connect_host_mesh", swapped)
     results = in_threads(3, lambda rank, exchange: make_heap(rank, 3, exchange))
     for result in results:
         assert isinstance(result, OdcError), results

@@ -14,7 +14,7 @@ from primus_odc.primitives.node_plane import TwoLevelPlane
 from primus_odc.primitives.nodes import Across, Nodes
 from primus_odc.primitives.plane import ArenaPlane
 from primus_odc.primitives.protocol import RankProtocol
-from primus_odc.primitives.spec import GroupSpec, plan_arena, word_counts
+from primus_odc.primitives.spec import GroupSpec, far_word_counts, plan_arena, word_counts
 from primus_odc.primitives.topology import Topology
 from primus_odc.primitives.two_level import TwoLevelProtocol
 from primus_odc.symmetric.arena import Region
@@ -79,7 +79,8 @@ class PlaneRank:
         across = nodes.across if nodes else Across()
         plan = plan_arena(self.groups, mode, slots, CPU, across)
         words = word_counts(len(self.groups), mode, world_size, self.shards, slots, across)
-        self.heap = SymmetricHeap(rank, names, plan, words, exchange, timeout_s)
+        far_words = far_word_counts(len(self.groups), across)
+        self.heap = SymmetricHeap(rank, names, plan, words, exchange, timeout_s, far_words=far_words)
         self.topology = Topology(rank, world_size, self.peers, owners, [g.name for g in self.groups], names, nodes)
         if nodes:
             forbid_reading_other_nodes(self.heap, self.topology.near)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from primus_odc.primitives import spec
 from primus_odc.primitives.nodes import Across
-from primus_odc.primitives.spec import layout_digest, memory_bytes, piece_bytes, plan_arena, word_counts
+from primus_odc.primitives.spec import far_word_counts, layout_digest, memory_bytes, piece_bytes, plan_arena, word_counts
 from tests.primitives.groups import SHAPES, groups, make_group
 
 CPU = torch.device("cpu")
@@ -66,8 +66,10 @@ def test_what_lies_in_the_arena_for_other_nodes() -> None:
     # 16 and 20 bytes, to a multiple of 8, and a checksum
     assert sizes == {"land.0.0": 24, "land.1.0": 24, "stage.0.0": 24, "land.0.1": 32, "land.1.1": 32, "stage.0.1": 32}
     assert plan.regions["announced"].nbytes == 2 * (1 + 3) * 8  # of each group: a checksum of the own shard, and of a partial of every one
-    words = word_counts(2, "local", 5, 3, 0, Across(2, 1))
-    assert (words["landed"], words["arrived"], words["node_done"], words["partial"], words["far_scalar"]) == (4, 4, 2, 6, 4)
+    near, far = word_counts(2, "local", 5, 3, 0, Across(2, 1)), far_word_counts(2, Across(2, 1))
+    assert near["partial"] == 6
+    assert (far["landed"], far["arrived"], far["node_done"], far["far_scalar"]) == (4, 4, 2, 4)
+    assert not set(near) & set(far) and not far_word_counts(2, Across())
 
 
 def test_words_of_both_modes() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -17,53 +14,23 @@ from primus_odc.errors import ConfigError
 from primus_odc.symmetric import bootstrap
 from primus_odc.symmetric.bootstrap import Place, choose, meet
 from tests.symmetric.harness import FileExchange, Ranks
+from tests.symmetric.hosts import ADDRESSES, move_to, two_hosts
 
 WORLD = 4
-STORE = ("10.77.13.1", 29411)
-_CLONE_NEWNET = 0x40000000
-
-
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=10)
-    if done.returncode != 0:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+STORE = (ADDRESSES[0], 29411)
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
-    """Two network namespaces: ``cable0`` joins them; ``bridge0`` has one address in both; ``other0`` of the second leads nowhere."""
-    names = [f"odc{os.getpid()}a", f"odc{os.getpid()}b"]
-    made: list[str] = []
-    try:
-        try:
-            for name in names:
-                _ip("netns", "add", name)
-                made.append(name)
-        except OSError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error}")
-        _ip("-n", names[0], "link", "add", "cable0", "type", "veth", "peer", "name", "cable0", "netns", names[1])
-        for number, name in enumerate(names):
-            _ip("-n", name, "link", "add", "bridge0", "type", "veth", "peer", "name", "nobody0")
-            _ip("-n", name, "link", "add", "other0", "type", "veth", "peer", "name", "nobody1")
-            _ip("-n", name, "address", "add", f"10.77.13.{number + 1}/24", "dev", "cable0")
-            _ip("-n", name, "address", "add", "172.31.255.1/24", "dev", "bridge0")
-            _ip("-n", name, "address", "add", f"10.88.{number}.1/24", "dev", "other0")
-            for link in ("lo", "cable0", "bridge0", "nobody0", "other0", "nobody1"):
-                _ip("-n", name, "link", "set", link, "up")
+    with two_hosts() as names:
         yield names
-    finally:
-        for name in made:
-            _ip("netns", "delete", name)
 
 
 def _comes(rank: int, _: FileExchange, pipe: Connection, hosts: list[str]) -> str:
     """Moves to its host, then meets the others as often as it is told, each time in the way it is told."""
     from torch.distributed import PrefixStore, TCPStore
 
-    descriptor = os.open(f"/run/netns/{hosts[rank // 2]}", os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
-    os.close(descriptor)
+    move_to(hosts[rank // 2])
     store = TCPStore(*STORE, world_size=WORLD, is_master=rank == 0, wait_for_workers=False)
     pipe.send("ready")
     while (order := pipe.recv()) != "leave":

@@ -79,7 +79,7 @@ def test_a_stopped_rank_is_timed_out_and_named(tmp_path: Path) -> None:
         os.kill(ranks.pid(1), signal.SIGSTOP)
         ((kind, text),) = ranks.hear(0)
     assert kind == PeerTimeoutError.__name__
-    assert text.startswith(f"rank 0: {WHAT.format(last=1)} (it is 0): no sign of life from it for ")
+    assert text.startswith(f"rank 0: {WHAT.format(last=1)} (it is 0): no sign of life from rank 1 for ")
     assert text.endswith("(odc.timeout_s = 0.6)")
 
 

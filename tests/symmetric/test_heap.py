@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from primus_odc.errors import OdcError, PeerError, PeerTimeoutError
-from primus_odc.symmetric.heap import ABORT_TEXT_BYTES, SymmetricHeap
+from primus_odc.symmetric.board import ABORT_TEXT_BYTES
+from primus_odc.symmetric.heap import SymmetricHeap
 from tests.symmetric.harness import all_good, in_threads, make_heap
 
 Exchange = Callable[[Any], list[Any]]

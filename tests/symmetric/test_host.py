@@ -36,7 +36,7 @@ def test_more_memory_than_the_host_has_is_refused_before_any_is_taken() -> None:
     results = in_threads(2, lambda rank, exchange: make_heap(rank, 2, exchange, regions={"data": 1 << 44}))
     for error in results:
         assert isinstance(error, OdcError), error
-        assert "need 32768.00 GiB and this host has" in str(error)
+        assert "need 32768.00 GiB and their host has" in str(error)
         assert "odc.accumulate: owner" in str(error)
 
 
@@ -133,10 +133,10 @@ def _own_network(rank: int, exchange: FileExchange, pipe: Connection) -> str:
 def test_another_host_is_refused() -> None:
     cards = [host._Card(boot, 1, "address", 100, 1 << 30) for boot in ("a", "b", "a")]
     with pytest.raises(OdcError, match=r"rank 0: ranks \[1\] run on another host"):
-        host._check_cards(cards, 0)
+        host._check_cards(cards, 0, [0, 0, 0])
     with pytest.raises(OdcError, match=r"rank 1: ranks \[0, 2\] run on another host"):
-        host._check_cards(cards, 1)
-    host._check_cards([dataclasses.replace(c, boot_id="a") for c in cards], 0)
+        host._check_cards(cards, 1, [0, 0, 0])
+    host._check_cards([dataclasses.replace(c, boot_id="a") for c in cards], 0, [0, 0, 0])
 
 
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from primus_odc.symmetric.words import WordLayout, Words
 
 def two_ranks() -> tuple[Words, Words]:
     layout = WordLayout.of({"a": 1, "none": 0, "b": 3})
-    blocks = [np.zeros(layout.total, np.int64) for _ in range(2)]
+    blocks = {r: np.zeros(layout.total, np.int64) for r in range(2)}
     return Words(layout, blocks, 0), Words(layout, blocks, 1)
 
 
@@ -57,4 +57,4 @@ def test_words_hold_the_whole_range_of_64_bits() -> None:
 def test_blocks_that_cannot_hold_the_words_are_refused(block: np.ndarray) -> None:
     layout = WordLayout.of({"a": 4})
     with pytest.raises(ValueError, match="block of rank 1"):
-        Words(layout, [np.zeros(4, np.int64), block], 0)
+        Words(layout, {0: np.zeros(4, np.int64), 1: block}, 0)

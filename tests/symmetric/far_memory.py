@@ -1,0 +1,107 @@
+"""A stand-in for device memory and a network card: arenas in files, of which a rank maps those of its own node.
+
+Memory of other nodes is touched by the network only, from a thread: what goes to one rank arrives in order, some time later; what goes to
+different ranks, in any order. Sources are read when they leave, as late as the interface allows.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from primus_odc.symmetric.heap import MakeMemory
+
+MAX_DELAY_S = 0.002
+_FLUSH_S = 20.0
+
+
+class FileNetwork:
+    """Implements :class:`primus_odc.symmetric.network.Network`; ``misrouted``: rank -> the one whose memory is written instead."""
+
+    def __init__(self, folder: Path, nodes: Sequence[int], rank: int, nbytes: int, words: int, misrouted: Mapping[int, int]) -> None:
+        self._far_arenas = {r: _arena(folder, misrouted.get(r, r), nbytes) for r, node in enumerate(nodes) if node != nodes[rank]}
+        self._blocks = {r: _far_block(folder, r, words) for r in range(len(nodes))}
+        self._near = {r for r, node in enumerate(nodes) if node == nodes[rank]}
+        self._queues: dict[int, deque[Callable[[], object]]] = {r: deque() for r in self._far_arenas}
+        self.looks = 0
+        threading.Thread(target=self._deliver, args=(random.Random(rank),), daemon=True).start()
+
+    def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
+        assert source.dtype == torch.uint8 and source.is_contiguous() and source.ndim == 1
+        self._queues[rank].append(lambda: self._far_arenas[rank][offset : offset + source.numel()].copy_(source))
+
+    def signal(self, rank: int, position: int, value: int) -> None:
+        self._queues[rank].append(lambda: self._blocks[rank].__setitem__(position, value))
+
+    def far_words(self, home: int) -> npt.NDArray[np.int64]:
+        assert home in self._near, f"far words of rank {home} belong to another node"
+        self.looks += 1
+        return self._blocks[home].copy()
+
+    def flush(self) -> None:
+        """Wait until everything has arrived."""
+        deadline = time.monotonic() + _FLUSH_S
+        while any(self._queues.values()):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the stand-in for a network did not deliver")
+            time.sleep(0.0005)
+
+    def _deliver(self, random: random.Random) -> None:
+        while True:
+            busy = [queue for queue in self._queues.values() if queue]
+            time.sleep(random.uniform(0, MAX_DELAY_S))
+            if busy:
+                queue = random.choice(busy)
+                queue[0]()
+                queue.popleft()  # only now: what is empty has arrived
+
+
+class FileMemory:
+    """Implements :class:`primus_odc.symmetric.heap.Memory`."""
+
+    def __init__(self, arenas: Mapping[int, torch.Tensor], network: FileNetwork, words: Mapping[int, torch.Tensor]) -> None:
+        self.arenas = arenas
+        self.network = network
+        self._words = {r: block.numpy().view(np.int64) for r, block in words.items()}
+
+    def store(self, rank: int, offset: int, value: int) -> None:
+        self._words[rank][offset // 8] = value
+
+    def synchronize(self) -> None:
+        self.network.flush()
+
+    def close(self) -> None:
+        self.network.flush()
+
+
+def in_files(
+    folder: Path, nodes: Sequence[int], rank: int, exchange: Callable[[Any], list[Any]], misrouted: Mapping[int, int] | None = None
+) -> MakeMemory:
+    """What a heap makes its memory with; ``exchange`` is that of the heap."""
+
+    def make(nbytes: int, words: Mapping[int, torch.Tensor], far_words: int) -> FileMemory:
+        own = _arena(folder, rank, nbytes)
+        own.zero_()
+        _far_block(folder, rank, far_words)[:] = 0
+        exchange("made")
+        arenas = {r: own if r == rank else _arena(folder, r, nbytes) for r, node in enumerate(nodes) if node == nodes[rank]}
+        return FileMemory(arenas, FileNetwork(folder, nodes, rank, nbytes, far_words, misrouted or {}), {rank: words[rank]})
+
+    return make
+
+
+def _arena(folder: Path, rank: int, nbytes: int) -> torch.Tensor:
+    return torch.from_file(str(folder / f"arena.{rank}"), shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _far_block(folder: Path, rank: int, words: int) -> npt.NDArray[np.int64]:
+    return torch.from_file(str(folder / f"far.{rank}"), shared=True, size=words, dtype=torch.int64).numpy()
