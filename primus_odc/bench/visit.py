@@ -114,9 +114,9 @@ class Runner:
         assert self.station is not None and self.station.engine is not None
         model, engine, optimizer = self.station.model, self.station.engine, self.station.optimizer
         engine.begin_minibatch(len(minibatch.microbatches))
+        deliveries = engine.time_settle() if self._clock.on_device else None
         marks, total = self._microbatches(minibatch, model, 1.0 / minibatch.target_tokens)
-        if self._clock.on_device:
-            marks.deliveries = engine.time_settle()
+        marks.deliveries = deliveries
         with record_function("settle"):
             engine.settle()
         marks.settled = self._clock.mark()

@@ -109,14 +109,14 @@ class GradientStore:
         """Where :meth:`deliver` will have the sum of ``group`` written and leave it as it is: ``[grad_numel]``; None: something is added to
         it or it is cast."""
         spec, flat = self._units[group].spec, self._groups[group]
-        fresh = all(self._units[group].slots[i].sharded().grad is None for i in self._grads[group])
+        fresh = all(p.grad is None for p in self._sharded[group].values())
         return flat if fresh and flat.dtype == spec.sum_dtype else None
 
     def deliver(self, group: int, fill: Callable[[torch.Tensor], None]) -> None:
         """Set (or add to) ``.grad`` of every trainable parameter of ``group`` from its finished sum, which ``fill`` writes where it is told
         to: ``[grad_numel]`` in the group's ``sum_dtype``."""
         unit, flat = self._units[group], self._groups[group]
-        parameters = {i: unit.slots[i].sharded() for i in self._grads[group]}
+        parameters = self._sharded[group]  # of begin_minibatch: in backward the module may hold the unsharded ones
         fresh = all(p.grad is None for p in parameters.values())
         if fresh and flat.dtype == unit.spec.sum_dtype:
             fill(flat)

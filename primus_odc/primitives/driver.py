@@ -56,6 +56,12 @@ def push_kept(heap: SymmetricHeap, protocol: RankProtocol, plane: ArenaPlane) ->
                     run(heap, protocol.pushes.push_kept(owner, protocol.epoch, heap.read, wait=True))
 
 
+def deliver_complete(heap: SymmetricHeap, protocol: RankProtocol, plane: ArenaPlane) -> None:
+    """(owner mode) Deliver what is complete already, beside the backward pass that calls this; waits for nobody."""
+    with plane.lanes.on(plane.lanes.settle, after_current=False):
+        run(heap, protocol.deliver_complete(heap.read))
+
+
 class ProgressThread:
     """(owner mode) Adds arrivals and returns credits while the owner computes, so that no source waits for the owner's own progress.
 

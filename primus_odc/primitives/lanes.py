@@ -59,8 +59,10 @@ class Lanes:
         return event
 
     def compute_here(self) -> None:
-        """The current stream is the one the model computes in."""
+        """A minibatch begins, and the current stream is the one the model computes in: its sums are delivered behind what that has been
+        given so far, by the optimizer too."""
         self._compute = self.current()
+        self.settle.wait_stream(self._compute)
 
     def compute_is_over(self) -> bool:
         """Whether the device has done what the host has given to that stream so far."""
@@ -152,6 +154,10 @@ class Lanes:
             self._module.set_device(self._device)  # the current device is a thread's own
         with self._module.stream(self.arrivals):
             yield
+
+    def wait_for_pushes(self) -> None:
+        """What the current stream is given from here on comes after every push started so far."""
+        self.wait(self._pushed)
 
     def wait_for_transfers(self) -> None:
         """What the current stream is given from here on comes after every gather, push and send started so far: the epoch is finished."""

@@ -220,6 +220,9 @@ class ArenaPlane:
         else:
             accumulator.zero_()
 
+    def finish_pushes(self) -> None:
+        self.lanes.wait_for_pushes()
+
     def finish_transfers(self) -> None:
         if self._pending:
             self._deliver_pending()

@@ -34,6 +34,9 @@ Invariants:
 6. Nobody waits for a peer inside a device stream; every wait is an effect of this file.
 7. (owner mode) A reduction waits for no peer. Where no slot is free at an owner, what belongs there is kept and added up in this rank's own
    memory until a later call finds one; the last of it is pushed in settle, which may wait. A group is ready when nothing of it is kept.
+8. (owner mode) Groups are summed and delivered in one order, the last one first, by whoever finds them complete: a reduction of the last
+   backward (``deliver_complete``, which waits for nobody), or settle. A host that stays close to its device would else begin when backward
+   is over.
 
 State of a rank: PUBLISHED (gathers legal: training not begun, evaluation) -> begin -> ACTIVE (gathers and reductions) -> settle ->
 SETTLED (gathers refused: own parameters are about to change) -> publish -> PUBLISHED of the next epoch.
@@ -75,6 +78,7 @@ class RankProtocol:
         self.pushes = Pushes(topology, plane, slots)
         self._tails = [0] * topology.ranks
         self._unsaid: list[int] = []
+        self._unsummed = self._undelivered = 0
         self._exchanges = 0
 
     def publish(self) -> Steps:
@@ -108,6 +112,7 @@ class RankProtocol:
         self.state = State.ACTIVE
         self.has_data = [False] * len(self.t.groups)
         self.declared = [False] * len(self.t.groups)
+        self._unsummed = self._undelivered = len(self.t.groups)
 
     def gather(self, group: int, into: Any, *, own: bool = False) -> Steps:
         """Read the shards of ``group`` from their owners, with ``own`` from this rank too; legal in any number while PUBLISHED or
@@ -155,7 +160,7 @@ class RankProtocol:
         """(owner mode) Store ``ready`` of every declared group of which nothing is kept any more."""
         sayable = [g for g in self._unsaid if not self.pushes.keeps(g)]
         if sayable:
-            yield Do(self.plane.finish_transfers)
+            yield Do(self.plane.finish_pushes)
         for g in sayable:
             self._unsaid.remove(g)
             yield Store("ready", g, 2 * self.epoch + self.has_data[g])
@@ -183,23 +188,53 @@ class RankProtocol:
             for owner in self.pushes.owners:
                 yield from self.pushes.push_kept(owner, k, read_word, wait=True)
             yield from self._say_ready()
-            for g in reversed(range(len(self.t.groups))):
-                operation = f"settle of group {self.t.groups[g]} (epoch {k})"
-                for source in self._rotated(self.t.peers):
-                    if source != self.t.rank:
-                        yield Wait(source, "ready", g, 2 * k, operation)
-                        # What it pushed before it said so; perhaps pieces of other groups too.
-                        pushed, reason = read_word(source, "head", self.t.rank), f"adding what {self.t.names[source]} pushed"
-                        yield Wait(self.t.rank, "tail", source, pushed, f"{operation[:-1]}, {reason})")
-                yield Do(lambda g=g: self.plane.complete(g, k))  # type: ignore[misc]
-                yield Store("summed", g, k)
-                for owner in self.t.replicas:
-                    if owner != self.t.rank:
-                        yield Wait(owner, "summed", g, k, operation)
-                    yield Do(lambda r=owner, g=g: self.plane.pull(r, g, k))  # type: ignore[misc]
-                yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
+            yield from self._sum_arrivals(read_word, wait=True)
         yield from self._finish()
         self.state = State.SETTLED
+
+    def deliver_complete(self, read_word: ReadWord) -> Steps:
+        """(owner mode) Part of settle, ahead of it: deliver the groups that are complete at every source already; waits for nobody."""
+        self._require("delivery of complete groups", State.ACTIVE)
+        yield from self._sum_arrivals(read_word, wait=False)
+
+    def _sum_arrivals(self, read_word: ReadWord, *, wait: bool) -> Steps:
+        """(owner mode) Sum and deliver what is neither, groups in backward order; without ``wait`` up to the first that has to be waited
+        for."""
+
+        def there(waits: Iterator[Wait]) -> bool:
+            return all(read_word(w.rank, w.word, w.index) >= w.at_least for w in waits)
+
+        for g in reversed(range(self._undelivered)):
+            if g < self._unsummed:
+                if not wait and not (self.declared[g] and there(self._arrivals(g, read_word))):
+                    return
+                if wait:
+                    yield from self._arrivals(g, read_word)
+                yield Do(lambda g=g: self.plane.complete(g, self.epoch))  # type: ignore[misc]
+                yield Store("summed", g, self.epoch)
+                self._unsummed = g
+            if not wait and not there(self._replica_sums(g)):
+                return
+            if wait:
+                yield from self._replica_sums(g)
+            for owner in self.t.replicas:
+                yield Do(lambda r=owner, g=g: self.plane.pull(r, g, self.epoch))  # type: ignore[misc]
+            yield Do(lambda g=g: self.plane.deliver(g))  # type: ignore[misc]
+            self._undelivered = g
+
+    def _arrivals(self, group: int, read_word: ReadWord) -> Iterator[Wait]:
+        """What has to be so before this rank's accumulator of ``group`` has everything that other ranks pushed."""
+        operation = f"settle of group {self.t.groups[group]} (epoch {self.epoch})"
+        for source in self._rotated(self.t.peers):
+            if source != self.t.rank:
+                yield Wait(source, "ready", group, 2 * self.epoch, operation)
+                # What it pushed before it said so; perhaps pieces of other groups too.
+                pushed, reason = read_word(source, "head", self.t.rank), f"adding what {self.t.names[source]} pushed"
+                yield Wait(self.t.rank, "tail", source, pushed, f"{operation[:-1]}, {reason})")
+
+    def _replica_sums(self, group: int) -> Iterator[Wait]:
+        operation = f"settle of group {self.t.groups[group]} (epoch {self.epoch})"
+        return (Wait(owner, "summed", group, self.epoch, operation) for owner in self.t.replicas if owner != self.t.rank)
 
     def serve(self, read_word: ReadWord, source: int) -> Steps:
         """(owner mode) Add what ``source`` has pushed and free its slots; run by the owner's progress thread.

@@ -49,8 +49,11 @@ class DataPlane(Protocol):
     def add_arrival(self, source: int, slot: int, epoch: int) -> None:
         """(owner mode) Add the piece in slot ``slot`` of the ring of ``source`` to the accumulator it names."""
 
+    def finish_pushes(self) -> None:
+        """(owner mode) What is stored next covers every push this rank has started."""
+
     def finish_transfers(self) -> None:
-        """What is stored next covers every gather and push this rank has started: their sources may change afterwards."""
+        """What is stored next covers everything this rank has started: every gather, push and delivery."""
 
     def deliver(self, group: int) -> None:
         """Turn the finished sum of ``group`` into ``.grad`` and reset the sum."""

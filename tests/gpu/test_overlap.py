@@ -20,11 +20,11 @@ def delivered_early(rank: int, world_size: int, accumulate: str) -> list[tuple[f
     found = []
     for step in range(4):
         engine.begin_minibatch(2)
+        deliveries = engine.time_settle()
         for index in range(2):
             loss(model, inputs(step, rank, index, rows=ROWS)).backward()
         computed = torch.cuda.Event(enable_timing=True)
         computed.record()
-        deliveries = engine.time_settle()
         engine.settle()
         torch.cuda.synchronize()
         received = sum(size for _, size in deliveries)

@@ -36,6 +36,8 @@ def rank_main(world: World, protocol: RankProtocol, plane: SimPlane, steps: Iter
                     yield from reduce(world, protocol, rank, group, microbatch)
                 if step.early[rank] and microbatch == len(mine) - 1:
                     yield from protocol.declare(group)
+                    if protocol.mode == "owner":
+                        yield from protocol.deliver_complete(world.reader(rank))
         yield from protocol.settle(world.reader(rank))
         for _ in range(step.exchanges):
             yield from exchange(world, protocol, rank)

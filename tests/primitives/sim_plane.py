@@ -49,6 +49,9 @@ class SimPlane:
     def reshard(self) -> None:
         self.unsharded.clear()
 
+    def finish_pushes(self) -> None:
+        """Pushes here are over when they are made."""
+
     def finish_transfers(self) -> None:
         """Transfers here are over when they are made."""
 
