@@ -6,7 +6,7 @@ logged with its figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +61,16 @@ def resolve_transport(config: OdcConfig, device_type: str) -> Transport:
             [f"odc.transport: {config.transport} does not reach tensors on {device_type}; set odc.transport: {fitting} (or auto) there"]
         )
     return fitting
+
+
+def describe(choices: Choices, mesh: Mesh, groups: int, memory: Mapping[str, int]) -> str:
+    """What a rank logs when it has attached; ``memory`` as of :func:`primus_odc.primitives.spec.memory_bytes`."""
+    modes = f"transport {choices.transport}, accumulate {choices.accumulate}, parameters {choices.parameters}"
+    parts = ", ".join(f"{purpose} {nbytes / GIB:.3f}" for purpose, nbytes in memory.items())
+    return (
+        f"attached {groups} groups over {mesh.shards} shards x {mesh.replicas} replicas: {modes}; adds "
+        f"{sum(memory.values()) / GIB:.3f} GiB a rank ({parts}); {choices.reason}"
+    )
 
 
 def free_memory(device: torch.device, ranks: int) -> tuple[int, str]:

@@ -28,7 +28,7 @@ from primus_odc.config import OdcConfig, parse_options
 from primus_odc.errors import ProtocolError, UnsupportedModelError
 from primus_odc.fsdp.assembly import assemble
 from primus_odc.fsdp.binding import give_back, restore_collectives, take_over
-from primus_odc.fsdp.choices import GIB, choose, resolve_transport
+from primus_odc.fsdp.choices import choose, describe, resolve_transport
 from primus_odc.fsdp.edits import EditCheck
 from primus_odc.fsdp.forwards import ForwardHooks
 from primus_odc.fsdp.gather import Into, OnDemandAllGather
@@ -123,7 +123,8 @@ class Engine:
         self._norms = 0
         self._stats: dict[str, Any] = self.totals()
         _ATTACHED.add(model)
-        self._log()
+        if self._mesh.rank == 0:
+            logger.info(describe(self.choices, self._mesh, len(self._units), self.memory))
         self.publish()
 
     # What a training loop calls ------------------------------------------------------------------------------------------------------
@@ -147,8 +148,6 @@ class Engine:
             self._edits.renew()
             for reducer in self._reducers:
                 reducer.reset()
-            if self._reference is not None:
-                self._reference.begin()
             self._tracker.begin(num_microbatches)
             self._plane.lanes.compute_here()
             self._stats = self.totals()
@@ -326,6 +325,12 @@ class Engine:
             if self._delivers_early:
                 deliver_complete(self._heap, self._protocol, self._plane)
 
+    def place(self, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where FSDP2 may write the gradients of all parameters of ``group`` for the next :meth:`reduce`; None: where it likes."""
+        if self.choices.accumulate != "local" or self._protocol.state is not State.ACTIVE or self._protocol.declared[group]:
+            return None
+        return self._plane.place(group, dtype, only=self._tracker.announced == 1)
+
     def _declare(self, group: int) -> None:
         run(self._heap, self._protocol.declare(group))
 
@@ -371,21 +376,6 @@ class Engine:
     def _require_active(self, operation: str) -> None:
         if self._protocol.state is not State.ACTIVE:
             raise ProtocolError(f"{self._mesh.names[self._mesh.rank]}: {operation}() outside a minibatch: call begin_minibatch() first")
-
-    def _log(self) -> None:
-        if self._mesh.rank == 0:
-            modes = f"transport {self.choices.transport}, accumulate {self.choices.accumulate}, parameters {self.choices.parameters}"
-            parts = ", ".join(f"{purpose} {nbytes / GIB:.3f}" for purpose, nbytes in self.memory.items())
-            logger.info(
-                "attached %d groups over %d shards x %d replicas: %s; adds %.3f GiB a rank (%s); %s",
-                len(self._units),
-                self._mesh.shards,
-                self._mesh.replicas,
-                modes,
-                sum(self.memory.values()) / GIB,
-                parts,
-                self.choices.reason,
-            )
 
     @contextlib.contextmanager
     def _guard(self, operation: str) -> Iterator[None]:

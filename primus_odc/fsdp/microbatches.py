@@ -26,6 +26,10 @@ class MicrobatchTracker:
     """Counts forwards of the root and of every unit, and calls ``declare(group)`` when a group is complete.
 
     ``guard(operation)`` is entered around what may fail inside a forward, so that the other ranks learn of it.
+
+    Attributes:
+        announced: this rank's number of microbatches in the present minibatch; None where it was not said.
+        microbatches: how many have begun.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class MicrobatchTracker:
     ) -> None:
         self._declare = declare
         self._guard = guard
-        self._announced: int | None = None
+        self.announced: int | None = None
         self._active = False
         self._closing = False
         self._in_backward = False
@@ -53,7 +57,7 @@ class MicrobatchTracker:
 
     def begin(self, num_microbatches: int | None) -> None:
         """A minibatch begins; ``num_microbatches`` is this rank's own count if it is known."""
-        self._announced = num_microbatches
+        self.announced = num_microbatches
         self._active = True
         self._closing = self._in_backward = False
         self._pending = [0] * len(self._pending)
@@ -67,10 +71,10 @@ class MicrobatchTracker:
             ProtocolError: fewer microbatches ran than were announced.
         """
         self._active = False
-        if self._announced is not None and self.microbatches != self._announced:
+        if self.announced is not None and self.microbatches != self.announced:
             raise ProtocolError(
-                f"settle() after {self.microbatches} microbatches where begin_minibatch(num_microbatches={self._announced}) announced "
-                f"{self._announced}; a microbatch is one forward of the root module with gradients enabled (pass None if yours is not)"
+                f"settle() after {self.microbatches} microbatches where begin_minibatch(num_microbatches={self.announced}) announced "
+                f"{self.announced}; a microbatch is one forward of the root module with gradients enabled (pass None if yours is not)"
             )
 
     def close(self) -> None:
@@ -94,12 +98,12 @@ class MicrobatchTracker:
             return
         with self._guard("forward of all groups"):
             self.microbatches += 1
-            if self._announced is not None and self.microbatches > self._announced:
+            if self.announced is not None and self.microbatches > self.announced:
                 raise ProtocolError(
-                    f"microbatch {self.microbatches} begins where begin_minibatch(num_microbatches={self._announced}) announced "
-                    f"{self._announced}; a microbatch is one forward of the root module with gradients enabled (pass None if yours is not)"
+                    f"microbatch {self.microbatches} begins where begin_minibatch(num_microbatches={self.announced}) announced "
+                    f"{self.announced}; a microbatch is one forward of the root module with gradients enabled (pass None if yours is not)"
                 )
-        if self.microbatches == self._announced:
+        if self.microbatches == self.announced:
             self.close()
 
     def _root_output(self, module: nn.Module, args: Any, output: Any) -> None:

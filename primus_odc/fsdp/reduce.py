@@ -86,7 +86,9 @@ class ScatterAccumulate:
         numel = prod(int(s) for s in size)
         if not self._expects_output:
             self._expects_output = True
-            return torch.empty(numel, dtype=dtype, device=device)
+            whole = numel == self._spec.shards * self._spec.grad_numel
+            place = self._engine.place(self._group, dtype) if whole else None
+            return torch.empty(numel, dtype=dtype, device=device) if place is None else place
         # The unit's full size whatever this reduction holds: HSDP's partial sums of two reductions must have one size. In the parameters'
         # dtype, not the reduction's, to which FSDP2 would have to cast them for every unit of every microbatch.
         return self._zeros.of(self._spec)

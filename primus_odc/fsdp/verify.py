@@ -29,10 +29,6 @@ class ReferenceCheck:
         self._groups = groups
         self._sums = [UnshardedSum(g, torch.zeros(g.shards, g.grad_numel, dtype=g.sum_dtype, device=device)) for g in groups]
 
-    def begin(self) -> None:
-        for total in self._sums:
-            total.reset()
-
     def add(self, group: int, contribution: Contribution) -> None:
         self._sums[group].add(contribution)
 

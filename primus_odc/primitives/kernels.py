@@ -8,6 +8,8 @@ source's slice through its mapping, in a fixed order, so it is reproducible bit 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,16 @@ _BLOCK = 4096
 
 @triton.jit
 def _pull_sum(  # type: ignore[no-untyped-def]  # Triton's own language
-    total, table, present, numel, SOURCES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    total,
+    table,
+    present,
+    narrow,
+    shift,
+    numel,
+    SOURCES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, step):
@@ -31,42 +42,82 @@ def _pull_sum(  # type: ignore[no-untyped-def]  # Triton's own language
         value = tl.zeros([BLOCK], dtype=total.dtype.element_ty)
         for s in tl.static_range(SOURCES):
             if (present >> s) & 1:
-                source = tl.load(table + s).to(tl.pointer_type(total.dtype.element_ty))
-                if ALIGNED:
-                    source = tl.multiple_of(source, 16)
-                value += tl.load(source + offsets, mask=mask)
+                if (narrow >> s) & 1:
+                    halves = (tl.load(table + s) - shift).to(tl.pointer_type(NARROW))
+                    if ALIGNED:
+                        halves = tl.multiple_of(halves, 16)
+                    value += tl.load(halves + offsets, mask=mask).to(value.dtype)
+                else:
+                    source = tl.load(table + s).to(tl.pointer_type(total.dtype.element_ty))
+                    if ALIGNED:
+                        source = tl.multiple_of(source, 16)
+                    value += tl.load(source + offsets, mask=mask)
         tl.store(total + offsets, value, mask=mask)
 
 
-class PullSum:
-    """The pull of one group: ``sources`` are the slices of this rank's shard at every rank, all of one dtype and size."""
+_NARROW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+Numbers = Mapping[int, torch.dtype | None]
+"""The sources that have something, by number and ascending, and the dtype of what they have; None: that of the sum."""
 
-    def __init__(self, sources: list[torch.Tensor]) -> None:
+
+def _narrow_of(present: Sequence[Numbers]) -> tl.dtype:
+    """The one dtype of sources that stayed narrow.
+
+    Raises:
+        ValueError: there are several.
+    """
+    found = {dtype for numbers in present for dtype in numbers.values() if dtype is not None}
+    if len(found) > 1:
+        raise ValueError(f"one sum over sources of {sorted(map(str, found))}: all ranks must reduce gradients in one dtype")
+    return _NARROW[found.pop()] if found else tl.bfloat16
+
+
+class PullSum:
+    """The pull of one group: ``sources`` are the slices of this rank's shard at every rank, all of one dtype and size. One that stayed
+    narrow begins ``shift`` bytes before."""
+
+    def __init__(self, sources: list[torch.Tensor], shift: int = 0) -> None:
         if len(sources) > 63:
             raise ValueError(f"{len(sources)} sources: the kernel serves up to 63 ranks of one node")
         self._table = torch.tensor([s.data_ptr() for s in sources], dtype=torch.int64, device=sources[0].device)
-        self._aligned = all(s.data_ptr() % 16 == 0 for s in sources)
+        self._aligned = all(s.data_ptr() % 16 == 0 for s in sources) and shift % 16 == 0
         self._sources = len(sources)
+        self._shift = shift
 
-    def __call__(self, total: torch.Tensor, present: list[int], alone: bool = False) -> None:
-        """``total`` := the sum over the sources numbered in ``present``, in the order of their numbers; zeros for none. On the current
-        stream."""
+    def __call__(self, total: torch.Tensor, present: Numbers, alone: bool = False) -> None:
+        """``total`` := the sum over the sources ``present``, in the order of their numbers; zeros for none. On the current stream.
+
+        Raises:
+            ValueError: sources of several narrow dtypes.
+        """
         mask = sum(1 << s for s in present)
+        narrow = sum(1 << s for s, dtype in present.items() if dtype is not None)
         programs = min(PROGRAMS_ALONE if alone else PROGRAMS, triton.cdiv(total.numel(), _BLOCK))
         if programs:
             _pull_sum[(programs,)](
-                total, self._table, mask, total.numel(), SOURCES=self._sources, ALIGNED=self._aligned, BLOCK=_BLOCK, num_warps=8
+                total,
+                self._table,
+                mask,
+                narrow,
+                self._shift,
+                total.numel(),
+                SOURCES=self._sources,
+                ALIGNED=self._aligned,
+                NARROW=_narrow_of([present]),
+                BLOCK=_BLOCK,
+                num_warps=8,
             )
 
 
 @triton.jit
 def _pull_sums(  # type: ignore[no-untyped-def]  # Triton's own language
-    kind, table, sizes, present, GROUPS: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr
+    kind, table, sizes, present, narrow, GROUPS: tl.constexpr, SOURCES: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr
 ):
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for g in tl.static_range(GROUPS):
         row = table + g * (SOURCES + 1)
-        numel = tl.load(sizes + g)
+        numel = tl.load(sizes + 2 * g)
+        shift = tl.load(sizes + 2 * g + 1)
         total = tl.load(row).to(tl.pointer_type(kind.dtype.element_ty))
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, step):
             offsets = start + tl.arange(0, BLOCK)
@@ -74,8 +125,12 @@ def _pull_sums(  # type: ignore[no-untyped-def]  # Triton's own language
             value = tl.zeros([BLOCK], dtype=kind.dtype.element_ty)
             for s in tl.static_range(SOURCES):
                 if (present >> (g * SOURCES + s)) & 1:
-                    source = tl.load(row + 1 + s).to(tl.pointer_type(kind.dtype.element_ty))
-                    value += tl.load(source + offsets, mask=mask)
+                    if (narrow >> (g * SOURCES + s)) & 1:
+                        halves = (tl.load(row + 1 + s) - shift).to(tl.pointer_type(NARROW))
+                        value += tl.load(halves + offsets, mask=mask).to(value.dtype)
+                    else:
+                        source = tl.load(row + 1 + s).to(tl.pointer_type(kind.dtype.element_ty))
+                        value += tl.load(source + offsets, mask=mask)
             tl.store(total + offsets, value, mask=mask)
 
 
@@ -89,23 +144,45 @@ class PullSums:
         self._tables: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def __call__(
-        self, totals: list[torch.Tensor], sources: list[list[torch.Tensor]], present: list[list[int]], alone: bool = False
+        self,
+        totals: list[torch.Tensor],
+        sources: list[list[torch.Tensor]],
+        shifts: list[int],
+        present: list[Numbers],
+        alone: bool = False,
     ) -> None:
-        """``totals[g]`` := the sum over the sources of group g numbered in ``present[g]``, in the order of their numbers. All of one
-        dtype; as many sources for each group."""
+        """``totals[g]`` := the sum over the sources of group g in ``present[g]``, in the order of their numbers. All of one dtype; as many
+        sources for each group.
+
+        Raises:
+            ValueError: sources of several narrow dtypes.
+        """
         places = tuple(t.data_ptr() for total, slices in zip(totals, sources, strict=True) for t in (total, *slices))
         if places not in self._tables:
-            host = torch.tensor([*places, *(total.numel() for total in totals)], dtype=torch.int64)
+            sizes_and_shifts = [number for total, shift in zip(totals, shifts, strict=True) for number in (total.numel(), shift)]
+            host = torch.tensor([*places, *sizes_and_shifts], dtype=torch.int64)
             if totals[0].device.type != "cpu":  # an interpreter's
                 host = host.pin_memory()
             numbers = host.to(totals[0].device, non_blocking=True)
             self._tables[places] = numbers[: len(places)], numbers[len(places) :], host
         table, sizes, _ = self._tables[places]
         count = len(sources[0])
-        mask = sum(1 << (g * count + s) for g, numbers in enumerate(present) for s in numbers)
+        bits = {g * count + s: dtype for g, numbers in enumerate(present) for s, dtype in numbers.items()}
+        narrow = sum(1 << bit for bit, dtype in bits.items() if dtype is not None)
         programs = min(PROGRAMS_ALONE if alone else PROGRAMS, triton.cdiv(max(total.numel() for total in totals), _BLOCK))
         if programs:
-            _pull_sums[(programs,)](totals[0], table, sizes, mask, GROUPS=len(totals), SOURCES=count, BLOCK=_BLOCK, num_warps=8)
+            _pull_sums[(programs,)](
+                totals[0],
+                table,
+                sizes,
+                sum(1 << bit for bit in bits),
+                narrow,
+                GROUPS=len(totals),
+                SOURCES=count,
+                NARROW=_narrow_of(present),
+                BLOCK=_BLOCK,
+                num_warps=8,
+            )
 
 
 @triton.jit

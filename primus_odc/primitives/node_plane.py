@@ -114,7 +114,7 @@ class TwoLevelPlane(ArenaPlane):
         # In place: this rank's own row comes first in the sum, and no other rank reads it before the partial is complete.
         partial = self._grads[self.t.rank][group][shard]
         if not self.verify:
-            self._node_sums[shard][group](partial, self._in_node)
+            self._node_sums[shard][group](partial, dict.fromkeys(self._in_node))
         elif shard == self._shard:
             self.heap.words.put("partial_sum", checksum(partial, epoch), group)
         self._in_node.clear()
@@ -132,7 +132,7 @@ class TwoLevelPlane(ArenaPlane):
         # It has come here already, and was counted by who sent it.
         if self.verify:
             self._pull_checked(source, group, epoch)
-        self._present.append(source)
+        self._present[source] = None
 
     def send_scalar(self, home: int, slot: int, parity: int) -> None:
         self.heap.put_word(home, "far_scalar", self.heap.words.read(self.t.rank, "scalar", parity), 2 * slot + parity)

@@ -27,7 +27,7 @@ from primus_odc.primitives.contribution import Contribution, UnshardedSum
 from primus_odc.primitives.lanes import Lanes
 from primus_odc.primitives.publisher import Publisher
 from primus_odc.primitives.spec import PIECE_DTYPES, PIECE_WORDS, GroupSpec, piece_bytes
-from primus_odc.primitives.sums import Part, SumTogether, add_into, make_sum
+from primus_odc.primitives.sums import Part, Present, SumTogether, add_into, make_sum
 from primus_odc.primitives.topology import Topology
 from primus_odc.symmetric.heap import SymmetricHeap
 
@@ -59,6 +59,8 @@ class ArenaPlane:
             a device, where a launch costs as much as a small transfer, 0 in host memory.
 
     Attributes:
+        stays_narrow: whether a rank's sum of one contribution stays in that one's dtype (:class:`UnshardedSum`). Not where sums are made in
+            place, across nodes, or checked.
         bytes_gathered, bytes_reduced: bytes of shards and of gradients that this rank moved; only grow.
         bytes_across: those of them that it put into other nodes.
         deliveries: None; a list that whoever measures puts here gets, for every group delivered, a timing event and the
@@ -103,6 +105,7 @@ class ArenaPlane:
         ]
         self.publisher = Publisher(groups, self._shards[topology.rank], read_shard_of)
         self._mode = mode
+        self.stays_narrow = mode == "local" and topology.nodes is None and not verify
         read = topology.near if mode == "local" else topology.replicas
         self._grads = [[self._gradients(r, g) if r in read else torch.empty(0) for g in range(len(groups))] for r in range(topology.ranks)]
         self._accumulated = [self.lanes.event() for _ in groups]
@@ -119,12 +122,12 @@ class ArenaPlane:
         self._staging = torch.empty(largest if verify else 0, dtype=torch.uint8, device=heap.device)
         # Without replicas nobody else reads this rank's accumulators, and what it made itself is a source beside them.
         self._apart = mode == "owner" and len(topology.replicas) == 1 and not verify
-        self._sums = [make_sum(self._sources(g), heap.device) for g in range(len(groups))]
+        self._sums = [make_sum(self._sources(g), heap.device, self._narrow_shift(g)) for g in range(len(groups))]
         self._together = SumTogether(heap.device)
         self._direct = direct
         self._merge_bytes = 0 if verify else merge_bytes if merge_bytes is not None else MERGE_BYTES if heap.device.type != "cpu" else 0
-        self._pending: list[tuple[int, tuple[int, ...]]] = []
-        self._present: list[int] = []
+        self._pending: list[tuple[int, dict[int, torch.dtype | None]]] = []
+        self._present: dict[int, torch.dtype | None] = {}
         self.deliveries: list[tuple[Any, int]] | None = None
 
     def _sources(self, group: int) -> dict[int, torch.Tensor]:
@@ -133,6 +136,11 @@ class ArenaPlane:
             return {_ARRIVALS: self._grads[self.t.rank][group][0], _OWN: self._own[group]}
         ranks, row = (range(self.t.ranks), self._shard) if self._mode == "local" else (self.t.replicas, 0)
         return {r: self._grads[r][group][row] for r in ranks}
+
+    def _narrow_shift(self, group: int) -> int:
+        """Bytes by which a source's slice for this rank begins earlier where it stayed in a dtype of two bytes; 0 where none may."""
+        spec = self.groups[group]
+        return 2 * self._shard * spec.grad_numel if self.stays_narrow and spec.sum_dtype.itemsize == 4 else 0
 
     def _gradients(self, rank: int, group: int) -> torch.Tensor:
         """``[shards, grad_numel]`` (local mode: unsharded sums) or ``[1, grad_numel]`` (owner mode: accumulator) of any rank."""
@@ -189,6 +197,11 @@ class ArenaPlane:
         """What this rank published of ``group``: uint8 ``[shard_nbytes]``."""
         return self._shards[self.t.rank][group]
 
+    def place(self, group: int, dtype: torch.dtype, *, only: bool) -> torch.Tensor | None:
+        """(local mode) Where FSDP2 may write the gradients of one reduction of all parameters, so that :meth:`accumulate` need not copy
+        them: ``[shards * grad_numel]``; None: nowhere. ``only``: no other reduction of the group is expected in this epoch."""
+        return self._unsharded[group].place(dtype, only=only and self.stays_narrow)
+
     def accumulate(self, group: int, contribution: Contribution) -> None:
         self._unsharded[group].add(contribution)
         self.lanes.record(self._accumulated[group])
@@ -196,8 +209,9 @@ class ArenaPlane:
     def complete(self, group: int, epoch: int) -> None:
         self.lanes.wait(self._accumulated[group])
         if self._mode == "local":
-            self._unsharded[group].complete()
-            self._unsharded[group].reset()
+            narrow = self._unsharded[group].complete()
+            # In host memory at once, while ``ready`` is stored later, by the stream: who has seen that sees this.
+            self.heap.words.put("narrow", 0 if narrow is None else PIECE_DTYPES.index(narrow), group)
         else:
             self._complete_accumulator(group, epoch)
         self.lanes.record(self._accumulated[group])
@@ -233,19 +247,20 @@ class ArenaPlane:
         return self._unsharded[group].buffer
 
     def pull(self, source: int, group: int, epoch: int) -> None:
-        spec = self.groups[group]
+        spec, number = self.groups[group], self.heap.words.read(source, "narrow", group)
+        narrow = PIECE_DTYPES[number] if number else None
         if source == self.t.rank:
             # Its own word is stored in stream order, perhaps much later: what counts here is the event.
             self.lanes.wait(self._accumulated[group])
         else:
-            self.bytes_reduced += spec.grad_nbytes
+            self.bytes_reduced += spec.grad_nbytes if narrow is None else spec.grad_numel * narrow.itemsize
         if self._apart:
             epochs = {_ARRIVALS: self._arrived_epoch[group], _OWN: self._own_epoch[group]}
-            self._present += [number for number, made in epochs.items() if made == epoch]
+            self._present |= {number: None for number, made in epochs.items() if made == epoch}
             return
         if self.verify:
             self._pull_checked(source, group, epoch)
-        self._present.append(source)
+        self._present[source] = narrow
 
     def _pull_checked(self, source: int, group: int, epoch: int) -> None:
         """Sum up at once, from a copy, so that the bytes that were checked are the bytes that count."""
@@ -323,8 +338,8 @@ class ArenaPlane:
         return ring[slot * self._piece_bytes : (slot + 1) * self._piece_bytes]
 
     def deliver(self, group: int) -> None:
-        self._pending.append((group, tuple(self._present)))
-        self._present.clear()
+        self._pending.append((group, self._present))
+        self._present = {}
         sources = len(self._sources(group))
         if self._pending_bytes() >= self._merge_bytes or not self._together.fits(len(self._pending) + 1, sources):
             self._deliver_pending()
@@ -337,12 +352,14 @@ class ArenaPlane:
         pending, self._pending = self._pending, []
         dtypes = {self.groups[group].sum_dtype for group, _ in pending}
         direct = {group: self._direct(group) for group, _ in pending} if len(pending) > 1 and len(dtypes) == 1 else {}
-        parts = [Part(total, self._sources(g), present) for g, present in pending if (total := direct.get(g)) is not None]
+        parts = [
+            Part(total, self._sources(g), present, self._narrow_shift(g)) for g, present in pending if (total := direct.get(g)) is not None
+        ]
         alone = self._alone(pending[-1][0])
         if parts:
             self._together(parts, alone=alone)
 
-        def fill(total: torch.Tensor, group: int, present: Sequence[int]) -> None:
+        def fill(total: torch.Tensor, group: int, present: Present) -> None:
             if direct.get(group) is not None:
                 return
             if self.verify and present:
@@ -357,11 +374,12 @@ class ArenaPlane:
             if self._mode == "owner":
                 self._arrived_bytes[group] = 0
 
-    def _received_bytes(self, group: int, present: Sequence[int]) -> int:
+    def _received_bytes(self, group: int, present: Present) -> int:
         """Gradients of other ranks in the sum that is delivered now."""
         arrived = self._arrived_bytes[group] if self._mode == "owner" else 0
-        pulled = 0 if self._apart else sum(self.groups[group].grad_nbytes for source in present if source != self.t.rank)
-        return arrived + pulled
+        spec = self.groups[group]
+        others = [] if self._apart else [dtype or spec.sum_dtype for source, dtype in present.items() if source != self.t.rank]
+        return arrived + sum(spec.grad_numel * dtype.itemsize for dtype in others)
 
 
 def _add_piece(total: torch.Tensor, piece: Piece, fresh: bool, alone: bool) -> None:

@@ -181,6 +181,7 @@ def word_counts(groups: int, mode: str, ranks: int, shards: int, slots: int, acr
         "done": 1,
         "begun": 1,
         "ready": groups,
+        "narrow": groups,
         "normed": 1,
         "scalar": 2,
         "shard_sum": groups,

@@ -9,50 +9,63 @@ from typing import Any, Protocol
 
 import torch
 
+Present = Mapping[int, torch.dtype | None]
+"""The sources that have something, in the order of addition, and the dtype of what they have; None: that of the sum."""
+
 
 class Sum(Protocol):
-    """``total`` := the sum over the slices of ``ranks``, in this order; zeros for none. ``alone``: nothing is computed beside it."""
+    """``total`` := the sum over the slices of ``present``, in this order; zeros for none. ``alone``: nothing is computed beside it."""
 
-    def __call__(self, total: torch.Tensor, ranks: Sequence[int], *, alone: bool = False) -> None: ...
+    def __call__(self, total: torch.Tensor, present: Present, *, alone: bool = False) -> None: ...
 
 
-def make_sum(sources: Mapping[int, torch.Tensor], device: torch.device) -> Sum:
-    """The sum over ``sources`` (rank -> its slice ``[n]``, in the order of addition).
+def narrow_slice(source: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
+    """The slice of a source that has stayed narrow (:class:`primus_odc.primitives.contribution.UnshardedSum`): it begins ``shift`` bytes
+    before where ``source``, ``[n]``, would, and has as many elements, of ``dtype``."""
+    start = (source.storage_offset() * source.itemsize - shift) // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=source.device).set_(source.untyped_storage(), start, source.shape, (1,))
+
+
+def make_sum(sources: Mapping[int, torch.Tensor], device: torch.device, shift: int = 0) -> Sum:
+    """The sum over ``sources`` (rank -> its slice ``[n]``, in the order of addition); ``shift``: see :func:`narrow_slice`.
 
     Raises:
         ImportError: on a device without Triton, which torch's builds for CUDA and ROCm bring with them.
     """
     if device.type == "cpu":
 
-        def sum_on_host(total: torch.Tensor, ranks: Sequence[int], *, alone: bool = False) -> None:
-            if not ranks:
+        def sum_on_host(total: torch.Tensor, present: Present, *, alone: bool = False) -> None:
+            if not present:
                 total.zero_()
-            for position, rank in enumerate(ranks):
+            for position, (rank, dtype) in enumerate(present.items()):
+                source = sources[rank] if dtype is None else narrow_slice(sources[rank], shift, dtype)
                 if position:
-                    total.add_(sources[rank])
+                    total.add_(source)
                 else:
-                    total.copy_(sources[rank])
+                    total.copy_(source)
 
         return sum_on_host
 
     from primus_odc.primitives.kernels import PullSum
 
-    kernel = PullSum(list(sources.values()))
+    kernel = PullSum(list(sources.values()), shift)
     numbers = {rank: number for number, rank in enumerate(sources)}
 
-    def sum_on_device(total: torch.Tensor, ranks: Sequence[int], *, alone: bool = False) -> None:
-        kernel(total, [numbers[r] for r in ranks], alone)
+    def sum_on_device(total: torch.Tensor, present: Present, *, alone: bool = False) -> None:
+        kernel(total, {numbers[r]: dtype for r, dtype in present.items()}, alone)
 
     return sum_on_device
 
 
 @dataclass(frozen=True)
 class Part:
-    """``total`` := the sum over the slices of ``ranks`` in ``sources`` (rank -> slice), in this order."""
+    """``total`` := the sum over the slices of ``present`` in ``sources`` (rank -> slice), in this order; ``shift`` as in
+    :func:`make_sum`."""
 
     total: torch.Tensor
     sources: Mapping[int, torch.Tensor]
-    ranks: Sequence[int]
+    present: Present
+    shift: int = 0
 
 
 class SumTogether:
@@ -78,11 +91,12 @@ class SumTogether:
         """All of them."""
         if self._kernel is None:
             for part in parts:
-                make_sum(part.sources, self._device)(part.total, part.ranks)
+                make_sum(part.sources, self._device, part.shift)(part.total, part.present)
             return
         numbers = [{rank: number for number, rank in enumerate(part.sources)} for part in parts]
-        present = [[number[r] for r in part.ranks] for part, number in zip(parts, numbers, strict=True)]
-        self._kernel([part.total for part in parts], [list(part.sources.values()) for part in parts], present, alone)
+        present = [{number[r]: d for r, d in part.present.items()} for part, number in zip(parts, numbers, strict=True)]
+        sources = [list(part.sources.values()) for part in parts]
+        self._kernel([part.total for part in parts], sources, [part.shift for part in parts], present, alone)
 
 
 def add_into(target: torch.Tensor, source: torch.Tensor, *, fresh: bool, alone: bool = False) -> None:

@@ -18,6 +18,7 @@ import primus_odc
 from primus_odc.errors import PeerError, ProtocolError
 from primus_odc.symmetric import stream_words
 from tests.fsdp.models import check_gradients, tiny_model
+from tests.fsdp.test_in_place import POLICIES, bytes_pulled, gradients
 from tests.gpu.models import inputs, loss, reference, require_gpus, shard_wide, whole, wide, worst_error
 from tests.workers import WorkerFailedError, run_workers
 
@@ -127,6 +128,17 @@ def test_mixed_precision_equals_stock_fsdp2(accumulate: str) -> None:
     require_gpus(2)
     for worst in run_workers(like_stock, 2, accumulate, timeout_s=110, gpu=True):
         assert max(worst) <= 1e-5, worst
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("reduced_in", POLICIES)
+@pytest.mark.parametrize("options", [{"accumulate": "local", "parameters": p} for p in ("reshard", "resident")] + [{"accumulate": "owner"}])
+def test_gradients_written_where_they_are_pulled_from(options: dict[str, Any], reduced_in: str) -> None:
+    require_gpus(2)
+    for rank, found in enumerate(run_workers(gradients, 2, reduced_in, options, True, "cuda", timeout_s=160, gpu=True)):
+        assert found["worst"] <= 1e-6
+        if options["accumulate"] == "local":
+            assert found["pulled"] == bytes_pulled(rank, reduced_in, True)
 
 
 def finishes_alone(rank: int, world_size: int, accumulate: str) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -125,8 +125,14 @@ class PlaneRank:
         run(self.heap, self.protocol.gather(group, lambda owner: [(0, nbytes, row[owner])], own=True))
         return rows
 
-    def reduce(self, group: int, contribution: Contribution) -> None:
+    def reduce(self, group: int, contribution: Contribution, in_place: Literal["only", "first"] | None = None) -> None:
+        """``in_place``: (local mode) written where the plane says first, if it says so, as FSDP2 does it."""
         if self.mode == "local":
+            if in_place is not None and contribution.rows.shape[1] == self.groups[group].grad_numel:
+                place = self.plane.place(group, contribution.rows.dtype, only=in_place == "only")
+                if place is not None:
+                    place.copy_(contribution.rows.view(-1))
+                    contribution = Contribution(place.view(self.shards, -1), contribution.params)
             run(self.heap, self.protocol.reduce_local(group, contribution))
             return
         push(self.heap, self.protocol, self.plane, group, contribution)

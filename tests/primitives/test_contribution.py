@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from primus_odc.primitives import reference
@@ -34,10 +34,35 @@ def test_unsharded_sum_over_epochs(case: tuple[GroupSpec, list[list[list[int]]],
                 start, numel = group.params[i].grad_offset, group.params[i].padded_numel
                 expected[:, start : start + numel] += contribution.rows[:, cursor : cursor + numel].float()
                 cursor += numel
-        total.complete()
-        total.reset()
+        assert total.complete() is None
         assert torch.equal(buffer, expected)
         buffer.add_(1e6)
+
+
+@given(groups(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(), st.integers(0, 2))
+@settings(deadline=None, max_examples=80)
+def test_a_first_contribution_in_place(group: GroupSpec, dtype: torch.dtype, only: bool, others: int) -> None:
+    """Written where it stays, narrow where it is announced as the only one; what comes in spite of that is added."""
+    assume(group.grad_numel > 0)
+    generator = torch.Generator().manual_seed(0)
+    buffer = torch.full((group.shards, group.grad_numel), torch.nan)
+    total = UnshardedSum(group, buffer)
+    everything = [i for i, _ in group.trainable()]
+    for _ in range(2):
+        expected = torch.zeros_like(buffer)
+        for number in range(1 + others):
+            contribution = make_contribution(group, everything, generator, dtype, whole=True)
+            place = total.place(dtype, only=only)
+            assert (place is not None) == (number == 0 and (only or dtype == torch.float32))
+            if place is not None:
+                place.copy_(contribution.rows.reshape(-1))
+                contribution = Contribution(place.view(group.shards, -1), contribution.params)
+            expected += contribution.rows.float()
+            total.add(contribution)
+        narrow = total.complete()
+        assert narrow == (dtype if only and not others and dtype != torch.float32 else None)
+        found = buffer if narrow is None else buffer.view(-1).view(narrow)[: buffer.numel()].view_as(buffer).float()
+        assert torch.equal(found, expected)
 
 
 @st.composite

@@ -17,11 +17,11 @@ def test_the_pull_sum_compiles(target: tuple[str, str | int, int], aligned: bool
 
     from primus_odc.primitives.kernels import _pull_sum
 
-    signature = {"total": "*fp32", "table": "*i64", "present": "i64", "numel": "i64"}
+    signature = {"total": "*fp32", "table": "*i64", "present": "i64", "narrow": "i64", "shift": "i64", "numel": "i64"}
     source = ASTSource(
         fn=_pull_sum,
-        signature=signature | dict.fromkeys(("SOURCES", "ALIGNED", "BLOCK"), "constexpr"),
-        constexprs={(4,): 8, (5,): aligned, (6,): 4096},
+        signature=signature | dict.fromkeys(("SOURCES", "ALIGNED", "NARROW", "BLOCK"), "constexpr"),
+        constexprs={(6,): 8, (7,): aligned, (8,): triton.language.bfloat16, (9,): 4096},
     )
     compiled = triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8})
     assert len(compiled.asm["hsaco" if target[0] == "hip" else "cubin"]) > 1000
@@ -58,9 +58,9 @@ def test_several_pull_sums_compile(target: tuple[str, str | int, int]) -> None:
 
     source = ASTSource(
         fn=_pull_sums,
-        signature={"kind": "*fp32", "table": "*i64", "sizes": "*i64", "present": "i64"}
-        | dict.fromkeys(("GROUPS", "SOURCES", "BLOCK"), "constexpr"),
-        constexprs={(4,): 5, (5,): 8, (6,): 4096},
+        signature={"kind": "*fp32", "table": "*i64", "sizes": "*i64", "present": "i64", "narrow": "i64"}
+        | dict.fromkeys(("GROUPS", "SOURCES", "NARROW", "BLOCK"), "constexpr"),
+        constexprs={(5,): 5, (6,): 8, (7,): triton.language.float16, (8,): 4096},
     )
     compiled = triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8})
     assert len(compiled.asm["hsaco" if target[0] == "hip" else "cubin"]) > 1000

@@ -50,7 +50,8 @@ def make_plan(world_size: int, shards: int, seed: int, *, whole: bool) -> list[l
             mine: list[list[Contribution]] = [[] for _ in groups]
             for _ in range(rng.randint(0, 3)):
                 for g, group in enumerate(groups):
-                    params = [i for i, _ in group.trainable() if rng.random() < 0.7]
+                    everything = rng.random() < 0.5
+                    params = [i for i, _ in group.trainable() if everything or rng.random() < 0.7]
                     if params and rng.random() < 0.8:
                         dtype = rng.choice((torch.float32, torch.bfloat16))
                         mine[g].append(make_contribution(group, params, generator, dtype, whole=whole))
@@ -81,7 +82,7 @@ def test_epochs_against_the_reference(name: str, whole: bool, monkeypatch: pytes
                 assert torch.equal(rows, padded_rows(parameters[epoch][g], rank.groups[g], rows)), (epoch, g)
             for g, contributions in enumerate(plan[epoch][rank.rank]):
                 for contribution in contributions:
-                    rank.reduce(g, contribution)
+                    rank.reduce(g, contribution, "only" if len(contributions) == 1 else "first")
             rank.settle()
             for g, group in enumerate(rank.groups):
                 expected = reference.settle(group, [source[g] for source in plan[epoch]], torch.float32)[rank.shard]
