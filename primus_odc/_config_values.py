@@ -84,6 +84,8 @@ def parse_value(key: str, value: Any, hint: Any) -> Any:
         return _positive(value, "a number above 0")
     if _accepts(hint, bool):
         return _parse_bool(value)
+    if _accepts(hint, str):
+        return _parse_name(value)
     return _positive_int(value)
 
 
@@ -129,6 +131,12 @@ def _parse_bool(value: Any) -> bool:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     raise BadValueError(f"must be true or false, but {describe(value)} was given")
+
+
+def _parse_name(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise BadValueError(f"must be a name, but {describe(value)} was given")
+    return value.strip()
 
 
 def _at_least_0(value: Any) -> float:

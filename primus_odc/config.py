@@ -36,6 +36,7 @@ Verify = Literal["off", "checksum", "reference"]
 CostModelChoice = Literal["linear", "attention"] | tuple[float, float]
 OverLength = Literal["error", "truncate"]
 Baseline = Literal["lb_micro", "localsort", "zero2"]
+Nic = Literal["mlx5", "bnxt", "ionic"]
 
 COMM_BACKENDS: tuple[CommBackend, ...] = get_args(CommBackend)
 
@@ -46,8 +47,9 @@ class OdcConfig:
 
     transport: Transport = "auto"
     """How ranks reach each other's memory. `host`: shared memory of one machine, for CPU training. `symm_mem`: torch symmetric memory,
-    GPUs of one node. `nvshmem` (NVIDIA) and `mori` (AMD): across nodes. `auto` takes the one that fits the device and the number of
-    nodes, and says which; a named one that cannot be used is an error, never replaced.
+    GPUs of one machine. `nvshmem` (NVIDIA) and `mori` (AMD): GPUs of any number of machines, `accumulate: local` only; built on request
+    (docs/design.md, section 6). `auto` takes the one that fits the device and the number of machines, and says which; a named one that
+    cannot be used is an error, never replaced.
     Arms: odc_pad, odc_nopad."""
 
     accumulate: Accumulate = "auto"
@@ -114,10 +116,20 @@ class OdcConfig:
     Arms: nccl_pad."""
 
     ranks_per_node: int | None = None
-    """How many consecutive ranks share a node (the last one may have fewer). Unset: all, as the transports of this version reach one host.
-    Set it to take one machine for several nodes: each shard then enters a node once a minibatch, gradients are added up inside a node and
-    cross once, and `accumulate` is `local`.
+    """How many consecutive ranks share a node (the last one may have fewer); they must be of one machine. Unset: those of each machine. Set
+    it to take one machine for several nodes: each shard then enters a node once a minibatch, gradients are added up inside a node and cross
+    once, and `accumulate` is `local`.
     Unit: ranks.
+    Arms: odc_pad, odc_nopad."""
+
+    interface: str | None = None
+    """The network interface by which this machine's ranks reach the others; may differ between machines. Unset: the one that leads to
+    `MASTER_ADDR`. It serves start-up and signs of life; data go through the network cards.
+    Arms: odc_pad, odc_nopad."""
+
+    nic: Nic | None = None
+    """With `transport: mori` the kind of network card its kernels are compiled for. Unset: that of the RDMA devices of the machine; needed
+    where there are several kinds.
     Arms: odc_pad, odc_nopad."""
 
 

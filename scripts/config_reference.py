@@ -95,7 +95,7 @@ def allowed(key: str) -> str:
         return "number of at least 0"
     if key in RANGES:
         return "number from {:.0f} to {:.0f}".format(*RANGES[key])
-    return {"bool": "`true`, `false`", "float": "number above 0", "int": "whole number above 0"}[hint]
+    return {"bool": "`true`, `false`", "float": "number above 0", "int": "whole number above 0", "str": "a name"}[hint]
 
 
 def yaml_word(value: Any) -> str:

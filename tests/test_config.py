@@ -49,6 +49,8 @@ def test_defaults() -> None:
         "over_length": "error",
         "baseline": None,
         "ranks_per_node": None,
+        "interface": None,
+        "nic": None,
     }
 
 
@@ -83,6 +85,8 @@ def test_one_block_serves_all_arms(backend: str) -> None:
         ("max_tokens_per_microbatch", "4096", 4096),
         ("max_tokens_per_microbatch", "1e4", 10000),
         ("ranks_per_node", 2.0, 2),
+        ("interface", " eth0 ", "eth0"),
+        ("nic", "bnxt", "bnxt"),
         ("microbatch_cost", 0, 0.0),
         ("microbatch_cost", "1e4", 10000.0),
         ("deterministic", "True", True),
@@ -112,6 +116,9 @@ def test_values_are_converted(key: str, given_value: Any, expected: Any) -> None
         ("microbatch_cost", "much", "the text 'much'"),
         ("max_tokens_per_microbatch", 1.5, "the number 1.5"),
         ("ranks_per_node", [2], "the list [2]"),
+        ("interface", 0, "the number 0"),
+        ("interface", " ", "the text ' '"),
+        ("nic", 5, "the number 5"),
         ("deterministic", 1, "the number 1"),
         ("deterministic", "yes", "the text 'yes'"),
         ("verify", True, "true"),

@@ -99,9 +99,9 @@ def _vocabulary(run: Run) -> int:
 def _judge(job: Job, run: Run, groups: list[Any]) -> Finding:
     import torch
 
-    from primus_odc.fsdp.choices import RING_SLOTS, budget_of, decide, resolve_transport
+    from primus_odc.fsdp.choices import RING_SLOTS, budget_of, decide, memory_of, resolve_transport
     from primus_odc.primitives.nodes import Across, group_into_nodes
-    from primus_odc.primitives.spec import memory_bytes, plan_arena
+    from primus_odc.primitives.spec import plan_arena
 
     odc, device, local = run.comm.odc, torch.device(run.device_type), job.local_world()
     on_cpu = run.device_type == "cpu"
@@ -109,13 +109,13 @@ def _judge(job: Job, run: Run, groups: list[Any]) -> Finding:
     free = available_memory() // local if on_cpu else job.facts.get("gpu_free_bytes")
     what = f"free memory, divided by {local} ranks" if on_cpu else "free memory of a GPU before the model is on it"
     budget, source = budget_of(odc, lambda: (free, what)) if free is not None else (math.inf, "the free memory of the GPUs is not known")
-    nodes = group_into_nodes(range(job.world()), odc.ranks_per_node, job.world())
     try:
-        choices = decide(odc, groups, resolve_transport(odc, run.device_type), device, budget, source, nodes)
+        nodes = group_into_nodes(range(job.world()), odc.ranks_per_node, job.world(), [str(r // local) for r in range(job.world())])
+        choices = decide(odc, groups, resolve_transport(odc, run.device_type, job.nodes), device, budget, source, nodes)
     except ConfigError as error:
         return Finding(check="engine memory", severity="problem", found="; ".join(error.problems))
     across = nodes.across if nodes is not None else Across()
-    by_purpose = memory_bytes(groups, choices.accumulate, RING_SLOTS, device, across, verify=odc.verify == "checksum")
+    by_purpose = memory_of(groups, choices.accumulate, choices.transport, device, across, verify=odc.verify == "checksum")
     arena = plan_arena(groups, choices.accumulate, RING_SLOTS, device, across).nbytes
     total = sum(by_purpose.values())
     parameters = sum(g.grad_numel for g in groups) * job.world()

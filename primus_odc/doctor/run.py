@@ -131,22 +131,18 @@ def _check_transport(job: Job, run: Run) -> list[Finding]:
 
     problems: list[str] = []
     try:
-        transport = resolve_transport(run.comm.odc, run.device_type)
+        transport = resolve_transport(run.comm.odc, run.device_type, job.nodes)
         require_host_transport()
     except ConfigError as error:
         return [Finding(check="transport", severity="problem", found=problem) for problem in error.problems]
     except OdcError as error:
         problems.append(str(error))
         transport = "host"
-    if job.nodes > 1:
-        problems.append(
-            f"odc.transport: {transport} reaches the ranks of one node and there are {job.nodes}; use NNODES=1, or comm_backend: nccl_pad"
-        )
     if transport == "symm_mem" and job.world() > 1:
         problems += _symmetric_memory_problems(job)
     if problems:
         return [Finding(check="transport", severity="problem", found=problem) for problem in problems]
-    where = "CPU tensors of one host" if transport == "host" else "GPUs of one node"
+    where = {"host": "CPU tensors of one host", "symm_mem": "GPUs of one node"}.get(transport, f"GPUs of {job.nodes} nodes")
     return [Finding(check="transport", severity="ok", found=f"{transport} ({where})", details={"transport": transport})]
 
 

@@ -111,15 +111,10 @@ def check_turbo() -> list[Finding]:
 
 
 def check_shmem() -> list[Finding]:
-    """Libraries for transports between nodes, which are no part of this version."""
-    present = [name for name in ("nvshmem", "mori") if has_module(name)]
-    return [
-        Finding(
-            check="NVSHMEM, MORI",
-            severity="ok",
-            found=f"{' and '.join(present) or 'neither is'} installed; odc.transport: nvshmem and mori are not part of this version",
-        )
-    ]
+    """Libraries for transports between nodes, and our kernels for them; stage ``run`` says whether they are needed."""
+    built = [name for name in ("nvshmem", "mori") if has_module(f"primus_odc.symmetric.shmem._{name}")]
+    found = f"MORI is {'' if has_module('mori') else 'not '}installed; kernels for {' and '.join(built) or 'neither'} are built"
+    return [Finding(check="NVSHMEM, MORI", severity="ok", found=f"{found} (PRIMUS_ODC_BUILD, needed between nodes only)")]
 
 
 def check_allocator(environment: Mapping[str, str]) -> list[Finding]:

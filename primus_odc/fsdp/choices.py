@@ -6,18 +6,21 @@ logged with its figures.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from primus_odc.config import OdcConfig
-from primus_odc.errors import ConfigError
+from primus_odc.errors import ConfigError, OdcError
 from primus_odc.fsdp.mesh import Mesh
 from primus_odc.primitives.nodes import Across, Nodes, group_into_nodes
-from primus_odc.primitives.spec import GroupSpec, memory_bytes
+from primus_odc.primitives.spec import GroupSpec, memory_bytes, plan_arena
 from primus_odc.symmetric.host import available_memory
+from primus_odc.symmetric.shmem.environment import heap_overhead
+from primus_odc.symmetric.shmem.extension import Library, load_extension
 
 RING_SLOTS = 4
 """Pieces a source may have under way to one owner (``accumulate: owner``)."""
@@ -26,7 +29,9 @@ FREE_SHARE = 0.5
 
 GIB = 2**30
 
-Transport = Literal["host", "symm_mem"]
+Transport = Literal["host", "symm_mem"] | Library
+LIBRARIES: tuple[Library, ...] = get_args(Library)
+"""Transports that reach several machines."""
 
 
 @dataclass(frozen=True)
@@ -40,31 +45,55 @@ class Choices:
     reason: str
 
 
-def resolve_transport(config: OdcConfig, device_type: str) -> Transport:
-    """The transport for tensors on ``device_type``; one that cannot be used is refused, nothing is replaced silently.
+def resolve_transport(config: OdcConfig, device_type: str, machines: int = 1) -> Transport:
+    """The transport for tensors on ``device_type`` of ranks on so many ``machines``; one that cannot be used is refused, nothing is
+    replaced silently.
 
     Raises:
         ConfigError: naming the transport, the device and what to set.
     """
-    if config.transport in ("nvshmem", "mori"):
-        raise ConfigError(
-            [
-                f"odc.transport: {config.transport} is not part of this version; 'host' (CPU tensors) and 'symm_mem' (GPUs), both on one "
-                "node, are. Set odc.transport: auto"
-            ]
-        )
-    fitting: Transport = "host" if device_type == "cpu" else "symm_mem"
     if device_type not in ("cpu", "cuda"):
         raise ConfigError([f"odc.transport: no transport reaches tensors on {device_type}; CPU and CUDA or ROCm devices are served"])
-    if config.transport not in ("auto", fitting):
-        raise ConfigError(
-            [f"odc.transport: {config.transport} does not reach tensors on {device_type}; set odc.transport: {fitting} (or auto) there"]
+    on_cpu = device_type == "cpu"
+    library: Library = "mori" if torch.version.hip is not None else "nvshmem"
+    one_machine: Transport = "host" if on_cpu else "symm_mem"
+    fitting = library if machines > 1 and not on_cpu else one_machine
+    asked = fitting if config.transport == "auto" else config.transport
+    if asked != one_machine and (on_cpu or asked not in LIBRARIES):
+        raise ConfigError([f"odc.transport: {asked} does not reach tensors on {device_type}; set odc.transport: {fitting} (or auto) there"])
+    if asked in LIBRARIES:
+        reason = "" if config.transport == asked else f" (these ranks are on {machines} machines, which nothing else reaches)"
+        _require_library(config, asked, library, reason)
+    elif machines > 1:
+        rest = "comm_backend: nccl_pad" if on_cpu else f"odc.transport: {library} (or auto)"
+        raise ConfigError([f"odc.transport: {asked} reaches the ranks of one node and there are {machines}; set NNODES=1, or {rest}"])
+    return asked
+
+
+def _require_library(config: OdcConfig, asked: Library, library: Library, reason: str) -> None:
+    """Refuse ``asked`` where this torch, this installation or the other keys do not go with it."""
+    problems = []
+    built = torch.version.cuda or torch.version.hip  # neither: a configuration is looked at on another machine than its own
+    if built and asked != library:
+        vendors = {"nvshmem": "NVIDIA", "mori": "AMD"}
+        told = f"is for {vendors[asked]} GPUs, and this torch for {vendors[library]}"
+        problems.append(f"odc.transport: {asked} {told}: set odc.transport: {library} (or auto)")
+    if config.accumulate == "owner":
+        problems.append(
+            f"odc.transport: {asked}{reason} and odc.accumulate: owner, which would push every microbatch's gradients: set "
+            "odc.accumulate: local (or auto)"
         )
-    return fitting
+    if not problems:
+        try:
+            load_extension(asked)
+        except OdcError as error:
+            problems.append(f"{error}{reason}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def describe(choices: Choices, mesh: Mesh, groups: int, memory: Mapping[str, int]) -> str:
-    """What a rank logs when it has attached; ``memory`` as of :func:`primus_odc.primitives.spec.memory_bytes`."""
+    """What a rank logs when it has attached; ``memory`` as of :func:`memory_of`."""
     modes = f"transport {choices.transport}, accumulate {choices.accumulate}, parameters {choices.parameters}"
     parts = ", ".join(f"{purpose} {nbytes / GIB:.3f}" for purpose, nbytes in memory.items())
     return (
@@ -86,9 +115,21 @@ def choose(config: OdcConfig, transport: Transport, groups: Sequence[GroupSpec],
     return decide(config, groups, transport, device, min(mesh.exchange(budget)), source, nodes_of(config, mesh))
 
 
+def memory_of(
+    groups: Sequence[GroupSpec], mode: str, transport: Transport, device: torch.device, across: Across, *, verify: bool
+) -> dict[str, int]:
+    """What the engine adds to one rank's memory, by purpose (bytes): :func:`memory_bytes`, and ``library``, what the heap of NVSHMEM or
+    MORI takes beside the arena."""
+    memory = memory_bytes(groups, mode, RING_SLOTS, device, across, verify=verify)
+    if transport not in LIBRARIES:
+        return memory
+    arena = plan_arena(groups, mode, RING_SLOTS, device, across).nbytes
+    return memory | {"library": heap_overhead(transport, arena, os.environ)}
+
+
 def nodes_of(config: OdcConfig, mesh: Mesh) -> Nodes | None:
     """The nodes among which the ranks of ``mesh`` are spread; None: they share one."""
-    return group_into_nodes(mesh.global_ranks, config.ranks_per_node, mesh.shards)
+    return group_into_nodes(mesh.global_ranks, config.ranks_per_node, mesh.shards, mesh.machines)
 
 
 def budget_of(config: OdcConfig, free: Callable[[], tuple[int, str]]) -> tuple[float, str]:
@@ -122,12 +163,13 @@ def decide(
             ]
         )
     verify, across = config.verify == "checksum", nodes.across if nodes is not None else Across()
-    local = sum(memory_bytes(groups, "local", RING_SLOTS, device, across, verify=verify).values())
+    local = sum(memory_of(groups, "local", transport, device, across, verify=verify).values())
     owner = sum(memory_bytes(groups, "owner", RING_SLOTS, device, verify=verify).values())
     resident = sum(g.shards * g.shard_nbytes for g in groups)
     accumulate: Literal["local", "owner"]
+    alone = nodes is not None or transport in LIBRARIES
     if config.accumulate == "auto":
-        accumulate = "local" if config.deterministic or nodes is not None or local <= budget else "owner"
+        accumulate = "local" if config.deterministic or alone or local <= budget else "owner"
     else:
         accumulate = config.accumulate
     spent = local if accumulate == "local" else owner
@@ -136,7 +178,7 @@ def decide(
         parameters = "resident" if spent + resident <= budget else "reshard"
     else:
         parameters = config.parameters
-    other = f"owner {owner / GIB:.3f}" if nodes is None else "which is the only mode across nodes"
+    other = f"which is the only mode {'across nodes' if nodes is not None else 'of ' + transport}" if alone else f"owner {owner / GIB:.3f}"
     reason = (
         f"budget {budget / GIB:.3f} GiB a rank ({source}); local needs {local / GIB:.3f}, {other}, resident parameters "
         f"{resident / GIB:.3f} more"

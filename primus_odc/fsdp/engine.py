@@ -86,7 +86,7 @@ class Engine:
         self._reshard()  # an evaluation may have left modules unsharded
         self._mesh: Mesh = find_mesh(model)
         self._device: torch.device = next(model.parameters()).device
-        transport = resolve_transport(config, self._device.type)
+        transport = resolve_transport(config, self._device.type, len(set(self._mesh.machines)))
         try:
             self._units: list[Unit] = find_units(model, self._mesh.shards)
             self.choices = choose(config, transport, [u.spec for u in self._units], self._mesh, self._device)

@@ -15,13 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from primus_odc.errors import UnsupportedModelError
+from primus_odc.symmetric.bootstrap import host_id
 
 
 @dataclass(frozen=True)
 class Mesh:
     """The ranks of one sharded model.
 
-    Heap rank = replica * shards + shard index. ``global_ranks[heap rank]`` is the rank in the default process group.
+    Heap rank = replica * shards + shard index. ``global_ranks[heap rank]`` is the rank in the default process group, and
+    ``machines[heap rank]`` tells its machine from others.
     """
 
     shard_group: dist.ProcessGroup
@@ -31,6 +33,7 @@ class Mesh:
     shard_index: int
     replica: int
     global_ranks: tuple[int, ...]
+    machines: tuple[str, ...]
 
     @property
     def rank(self) -> int:
@@ -112,10 +115,10 @@ def find_mesh(model: nn.Module) -> Mesh:
     mesh = meshes.pop()
     shard_group = mesh.get_group(mesh.ndim - 1)
     replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
-    me = (shard_group.rank(), replicate_group.rank() if replicate_group is not None else 0, dist.get_rank())
+    me = (shard_group.rank(), replicate_group.rank() if replicate_group is not None else 0, dist.get_rank(), host_id())
     cards = exchange(me, shard_group, replicate_group)
     shards = shard_group.size()
-    for position, (shard_index, replica, global_rank) in enumerate(cards):
+    for position, (shard_index, replica, global_rank, _) in enumerate(cards):
         if (replica, shard_index) != divmod(position, shards):
             raise UnsupportedModelError(
                 f"rank {global_rank} is shard {shard_index} of its shard group, but its replica group holds another shard of the model at "
@@ -130,4 +133,5 @@ def find_mesh(model: nn.Module) -> Mesh:
         shard_index=me[0],
         replica=me[1],
         global_ranks=tuple(c[2] for c in cards),
+        machines=tuple(c[3] for c in cards),
     )

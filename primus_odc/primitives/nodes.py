@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from primus_odc.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Across:
@@ -113,17 +115,34 @@ class Nodes:
         return sorted(ranks, key=lambda rank: ((self.node_of[rank] - node - 1) % self.count, rank))
 
 
-def group_into_nodes(global_ranks: Sequence[int], ranks_per_node: int | None, shards: int) -> Nodes | None:
+def group_into_nodes(
+    global_ranks: Sequence[int], ranks_per_node: int | None, shards: int, machines: Sequence[str] | None = None
+) -> Nodes | None:
     """Nodes of ``ranks_per_node`` consecutive global ranks (the last one may be short); None where all ranks share one.
 
     Args:
         global_ranks: of every heap rank.
-        ranks_per_node: None: one node.
+        ranks_per_node: None: a node is a machine.
         shards: length of a shard group.
+        machines: of every heap rank, by any name; None: all share one.
+
+    Raises:
+        ConfigError: ranks of several machines would share a node.
     """
-    if ranks_per_node is None:
-        return None
-    by_node: dict[int, list[int]] = {}
+    by_node: dict[int | str, list[int]] = {}
+    first: dict[int | str, int] = {}
     for rank, global_rank in enumerate(global_ranks):
-        by_node.setdefault(global_rank // ranks_per_node, []).append(rank)
-    return Nodes(tuple(tuple(by_node[node]) for node in sorted(by_node)), shards) if len(by_node) > 1 else None
+        machine = machines[rank] if machines is not None else ""
+        node = machine if ranks_per_node is None else global_rank // ranks_per_node
+        by_node.setdefault(node, []).append(rank)
+        first[node] = min(first.get(node, global_rank), global_rank)
+        if machines is not None and machine != machines[by_node[node][0]]:
+            others = global_ranks[by_node[node][0]]
+            raise ConfigError(
+                [
+                    f"odc.ranks_per_node: {ranks_per_node} puts global ranks {others} and {global_rank}, which run on different machines, "
+                    "into one node, and ranks of a node share memory: leave it unset, or set it to a divisor of the ranks of a machine"
+                ]
+            )
+    nodes = sorted(by_node, key=lambda node: first[node])
+    return Nodes(tuple(tuple(by_node[node]) for node in nodes), shards) if len(nodes) > 1 else None

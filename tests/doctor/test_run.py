@@ -51,9 +51,15 @@ def test_every_wrong_key_is_told() -> None:
         assert expected in told, told
 
 
-def test_a_transport_of_another_version() -> None:
+def test_a_transport_that_does_not_reach_the_tensors() -> None:
     (told,) = problems(run.check_run(Job(config=CPU, overrides=["odc.transport=mori"])))
-    assert "not part of this version" in told and "odc.transport: auto" in told
+    assert "mori does not reach tensors on cpu; set odc.transport: host (or auto)" in told
+
+
+def test_gpus_of_several_nodes_need_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "describe_run", describe("odc_pad", "cuda"))
+    (told,) = problems(run.check_run(Job(config="exp.yaml", ranks=16, nodes=2, facts={"gpus": 8})))
+    assert "PRIMUS_ODC_BUILD=nvshmem pip install" in told and "these ranks are on 2 machines" in told
 
 
 def test_gpus_that_are_not_there() -> None:

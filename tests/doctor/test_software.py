@@ -69,10 +69,12 @@ def test_patches_that_are_switched_off() -> None:
 def test_libraries_that_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "has_module", lambda name: name in ("primus_turbo", "mori"))
     assert only(software.check_turbo()).found == "installed; none of its ODC operators is needed"
-    assert only(software.check_shmem()).found.startswith("mori installed;")
+    assert only(software.check_shmem()).found.startswith("MORI is installed; kernels for neither are built")
     monkeypatch.setattr(software, "has_module", lambda name: False)
     assert only(software.check_turbo()).found.startswith("not installed")
-    assert only(software.check_shmem()).found.startswith("neither is installed")
+    assert only(software.check_shmem()).found.startswith("MORI is not installed; kernels for neither are built")
+    monkeypatch.setattr(software, "has_module", lambda name: name.endswith("._nvshmem"))
+    assert "kernels for nvshmem are built" in only(software.check_shmem()).found
 
 
 @pytest.mark.parametrize("variable", software.ALLOCATORS)

@@ -136,10 +136,14 @@ class ShmemMemory:
             try:
                 self._arena = self._extension.Arena(total)
             except RuntimeError as error:
-                raise OdcError(
-                    f"{error}. The library's heap keeps the size that the first engine of this process needed: set {HEAP_SIZE[library]} to "
-                    f"what all engines need together, this one {heap_nbytes(total)}, before the first is attached"
-                ) from error
+                free = torch.cuda.mem_get_info(device)[0] / 2**30
+                told = f"{error}; {free:.2f} GiB of {device} are free"
+                if not first:
+                    told += (
+                        f". Where the heap keeps the size that the process's first engine needed, set {HEAP_SIZE[library]} to what all "
+                        f"engines need together, this one {heap_nbytes(total)}, before the first is attached"
+                    )
+                raise OdcError(told) from error
 
         self._gathering.together("allocated", allocate)
         self._library.made(self._arena)

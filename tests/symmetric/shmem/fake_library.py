@@ -188,6 +188,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(memory, "_pinned_words", lambda count: torch.empty(count, dtype=torch.int64))
     thread = threading.local()
     monkeypatch.setattr(memory, "load_extension", lambda name: thread.module)

@@ -158,7 +158,7 @@ def test_a_heap_without_room_for_a_later_engine_says_what_to_set() -> None:
         job.memory(rank, NBYTES, start=2)
 
     for error in on_every_pe(job, use):
-        assert "no " in str(error) and "set NVSHMEM_SYMMETRIC_SIZE to what all engines need together" in str(error), error
+        assert "no " in str(error) and "set NVSHMEM_SYMMETRIC_SIZE to what all engines need" in str(error), error
 
 
 def test_words_outside_the_arena_are_refused() -> None:
