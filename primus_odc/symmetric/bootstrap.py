@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import os
 import secrets
 import socket
 import threading
@@ -117,6 +118,11 @@ def host_id() -> str:
     return f"{_BOOT_ID.read_text().strip()}/{_NETWORK_NAMESPACE.stat().st_ino}"
 
 
+def store_address() -> tuple[str, int]:
+    """Host name or address, and port, of the job's store as torchrun tells them; an empty name where nobody did."""
+    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+
+
 def choose(interface: str | None, store_address: tuple[str, int]) -> tuple[str, str]:
     """``(interface, address)`` to use on this host.
 
@@ -129,6 +135,8 @@ def choose(interface: str | None, store_address: tuple[str, int]) -> tuple[str, 
     known = interfaces()
     told = ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in known.items())
     if interface is None:
+        if not store_address[0]:
+            raise ConfigError(["MASTER_ADDR is not set, so it is not known which interface leads to the other machines: set odc.interface"])
         address = _local_address(store_address)
         names = [name for name, addresses in known.items() if address in addresses]
         if not names:

@@ -15,7 +15,6 @@ The library is started when the engine is attached, not before: the size of its 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from types import ModuleType
 from torch.distributed import PrefixStore, Store
 
 from primus_odc.errors import OdcError, PeerTimeoutError
-from primus_odc.symmetric.bootstrap import host_id, meet
+from primus_odc.symmetric.bootstrap import host_id, meet, store_address
 
 _POLL_S = 0.02
 
@@ -98,9 +97,8 @@ class Gathering:
 
     def try_ways(self, interface: str | None) -> str:
         """Find the interface by which this rank reaches the others, see :func:`primus_odc.symmetric.bootstrap.meet`."""
-        store_address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         ways = PrefixStore("ways", self._store)
-        places = meet(ways, self.names, self.rank, interface=interface, store_address=store_address, timeout_s=self.timeout_s)
+        places = meet(ways, self.names, self.rank, interface=interface, store_address=store_address(), timeout_s=self.timeout_s)
         return places[self.rank].interface
 
     def _until(self, done: Callable[[], bool], complaint: Callable[[], str]) -> None:

@@ -29,12 +29,14 @@ class ShmemNetwork:
 
     Args:
         memory: the arenas.
+        pes: the PE of every heap rank.
         words_at: where the far words begin, in bytes from the start of every arena.
         count: how many there are.
     """
 
-    def __init__(self, memory: ShmemMemory, words_at: int, count: int) -> None:
+    def __init__(self, memory: ShmemMemory, pes: Sequence[int], words_at: int, count: int) -> None:
         self._memory = memory
+        self._pes = pes
         self._words_at = words_at
         self._count = count
         self._collected: dict[int, list[Write]] = {}
@@ -45,21 +47,21 @@ class ShmemNetwork:
             raise ValueError(f"put of {source.dtype} {tuple(source.shape)}: contiguous bytes are needed")
         if not 0 <= offset <= self._words_at - source.numel():
             raise ValueError(f"put of {source.numel()} bytes at {offset} leaves the arena of {self._words_at} bytes")
-        self._collected.setdefault(rank, []).append(Write(rank, offset, source.data_ptr(), source.numel()))
+        self._collected.setdefault(rank, []).append(Write(self._pes[rank], offset, source.data_ptr(), source.numel()))
 
     def signal(self, rank: int, position: int, value: int) -> None:
         """Send what was collected for ``rank`` and the word behind it: one launch, in which the word goes down the queue pair of the last
         put, and one before it for earlier puts, which have queue pairs of their own."""
         if not 0 <= position < self._count:
             raise IndexError(f"far word {position}: there are {self._count}")
-        *earlier, last = self._collected.pop(rank, None) or [Write(rank, 0, 0, 0)]
+        *earlier, last = self._collected.pop(rank, None) or [Write(self._pes[rank], 0, 0, 0)]
         if earlier:
             self._memory.put(earlier)
         self._memory.put([last._replace(signal=self._words_at + WORD_BYTES * position, value=value)])
 
     def far_words(self, home: int) -> npt.NDArray[np.int64]:
         """See :meth:`ShmemMemory.words`."""
-        return self._memory.words(self._words_at, self._count, home)
+        return self._memory.words(self._words_at, self._count, self._pes[home])
 
 
 class LibraryMemory:
@@ -69,7 +71,10 @@ class LibraryMemory:
         library: ``nvshmem`` or ``mori``.
         nbytes: size of each rank's arena, equal on all ranks.
         far_words: their number; 0: all ranks share one node.
-        rank, names, nodes, store, device, timeout_s, interface, nic: as those of :class:`ShmemMemory`.
+        rank: this heap rank.
+        pes: the PE of every heap rank. A library serves one order of ranks in a process, and models may differ in theirs.
+        names, nodes: of every heap rank, as those of :class:`ShmemMemory`.
+        store, device, timeout_s, interface, nic: as those of :class:`ShmemMemory`.
         words: this rank's control words in host memory (uint8, page-aligned).
 
     Attributes:
@@ -83,6 +88,7 @@ class LibraryMemory:
         nbytes: int,
         far_words: int,
         rank: int,
+        pes: Sequence[int],
         names: Sequence[str],
         nodes: Sequence[int],
         store: Store,
@@ -95,27 +101,27 @@ class LibraryMemory:
     ) -> None:
         words_at = align(nbytes)
         self._rank = rank
+        by_pe = sorted(range(len(pes)), key=lambda r: pes[r])
         self._memory = ShmemMemory(
             library,
             words_at + WORD_BYTES * far_words,
-            rank,
-            names,
-            nodes,
+            pes[rank],
+            [names[r] for r in by_pe],
+            [nodes[r] for r in by_pe],
             store,
             device,
             timeout_s=timeout_s,
             interface=interface,
             nic=nic,
         )
-        mates = [pe for pe, node in enumerate(nodes) if node == nodes[rank]]
-        seen = {pe: self._memory.peer(pe) for pe in mates}
-        if unmapped := [names[pe] for pe, arena in seen.items() if arena is None]:
+        seen = {r: self._memory.peer(pes[r]) for r, node in enumerate(nodes) if node == nodes[rank]}
+        if unmapped := [names[r] for r, arena in seen.items() if arena is None]:
             raise OdcError(
                 f"{names[rank]}: {library} does not map the memory of {', '.join(unmapped)}, of the same node: their GPUs need peer "
                 "access; without it set odc.ranks_per_node: 1, which sends everything over the network"
             )
-        self.arenas: Mapping[int, torch.Tensor] = {pe: arena[:nbytes] for pe, arena in seen.items() if arena is not None}
-        self.network = ShmemNetwork(self._memory, words_at, far_words) if far_words else None
+        self.arenas: Mapping[int, torch.Tensor] = {r: arena[:nbytes] for r, arena in seen.items() if arena is not None}
+        self.network = ShmemNetwork(self._memory, pes, words_at, far_words) if far_words else None
         self._writer = StreamWriter(words, device)
 
     def store(self, rank: int, offset: int, value: int) -> None:

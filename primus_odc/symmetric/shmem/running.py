@@ -69,7 +69,7 @@ def running_library(
     if running is None or states != [json.dumps(list(gathering.names))] * len(states):
         known = sorted({"not started" if state == "new" else ", ".join(json.loads(state)) for state in states})
         raise OdcError(
-            f"{me}: the library serves one set of ranks in a process, in one order, and this model is on {', '.join(gathering.names)}, "
-            f"while it runs for {' or '.join(known)}: attach models on these ranks in one process and others in another"
+            f"{me}: the library serves one set of ranks in a process, and this model is on {', '.join(gathering.names)}, while it runs for "
+            f"{' or '.join(known)}: train models on other ranks in a process of their own"
         )
     return running, False

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-from primus_odc.symmetric.shmem import memory
+from primus_odc.symmetric.shmem import memory, network
 from primus_odc.symmetric.shmem.memory import ShmemMemory
 
 CPU = torch.device("cpu")
@@ -63,42 +63,29 @@ class FakeLibrary:
             rank=lambda: rank,
             load_kernels=lambda code_object: None,
             Arena=lambda nbytes: Arena(self, rank, nbytes),
-            view=lambda address, nbytes, kind, device: torch.from_numpy(_bytes(address, nbytes)).__dlpack__(),
+            view=lambda address, nbytes, kind, device: torch.from_numpy(bytes_at(address, nbytes)).__dlpack__(),
         )
 
 
-class Arena:
-    """One PE's arena, with the functions of the native class."""
+class HostArena:
+    """One PE's arena in host memory, with the functions of the native class; where the others' lie says a subclass."""
 
-    def __init__(self, library: FakeLibrary, rank: int, nbytes: int) -> None:
-        if library.full:
-            raise RuntimeError(f"no {nbytes} bytes in the symmetric heap")
-        self._library = library
-        self._rank = rank
-        self._number = len(library.made[rank])
-        self.bytes = np.full(nbytes, 0xEE, np.uint8)
+    def __init__(self, memory: np.ndarray) -> None:
+        self.bytes = memory
         self._state = (0, 0, 0, 0, 0)
         self.launches: list[int] = []
         self.puts: list[list[tuple[int, int, int]]] = []
         """Launches of puts through the network: (PE, bytes, value of the signal or 0) of each."""
 
-        library.made[rank].append(self)
-        library.together.wait(20)
-
     def address(self) -> int:
         return int(self.bytes.ctypes.data)
 
-    def peer_address(self, pe: int) -> int:
-        return self._peer(self._library.mapping[pe]).address()
+    def _there(self, pe: int, symmetric: int) -> int:
+        """Where the same place in the arena of ``pe`` is."""
+        raise NotImplementedError
 
     def status(self) -> tuple[int, int, int, int, int]:
         return self._state
-
-    def _peer(self, pe: int) -> Arena:
-        return self._library.made[pe][self._number]
-
-    def _there(self, pe: int, symmetric: int) -> int:
-        return self._peer(pe).address() + symmetric - self.address()
 
     def get(self, transfers: Sequence[tuple[int, ...]], blocks: int, stream: int) -> None:
         self._move(transfers, put=False)
@@ -136,33 +123,57 @@ class Arena:
     def sum(self, wide: bool, out: int, sources: Sequence[int], count: int, add: bool, blocks: int, stream: int) -> None:
         assert 1 <= len(sources) <= 3 and blocks >= 1
         dtype = np.float64 if wide else np.float32
-        total, *addends = (_bytes(address, count * np.dtype(dtype).itemsize).view(dtype) for address in (out, *sources))
+        total, *addends = (bytes_at(address, count * np.dtype(dtype).itemsize).view(dtype) for address in (out, *sources))
         if not add:
             total[:] = 0
         for addend in addends:
             total += addend
 
     def fill_pattern(self, to: int, nbytes: int, seed: int, stream: int) -> None:
-        _bytes(to, nbytes)[:] = _pattern(nbytes, seed)
+        bytes_at(to, nbytes)[:] = _pattern(nbytes, seed)
 
     def check_pattern(self, source: int, nbytes: int, seed: int, pe: int, stream: int) -> None:
-        differs = np.flatnonzero(_bytes(source, nbytes) != _pattern(nbytes, seed))
+        differs = np.flatnonzero(bytes_at(source, nbytes) != _pattern(nbytes, seed))
         if len(differs) and not self._state[0]:
             first = int(differs[0])
-            found, expected = int(_bytes(source, nbytes)[first]), int(_pattern(nbytes, seed)[first])
+            found, expected = int(bytes_at(source, nbytes)[first]), int(_pattern(nbytes, seed)[first])
             self._state = (2, pe, source + first - self.address(), expected, found)
+
+
+class Arena(HostArena):
+    """Of a PE that is a thread."""
+
+    def __init__(self, library: FakeLibrary, rank: int, nbytes: int) -> None:
+        if library.full:
+            raise RuntimeError(f"no {nbytes} bytes in the symmetric heap")
+        super().__init__(np.full(nbytes, 0xEE, np.uint8))
+        self._library = library
+        self._rank = rank
+        self._number = len(library.made[rank])
+        library.made[rank].append(self)
+        library.together.wait(20)
+
+    def peer_address(self, pe: int) -> int:
+        return self._peer(self._library.mapping[pe]).address()
+
+    def _peer(self, pe: int) -> Arena:
+        return self._library.made[pe][self._number]
+
+    def _there(self, pe: int, symmetric: int) -> int:
+        return self._peer(pe).address() + symmetric - self.address()
 
     def release(self) -> None:
         self._library.released[self._rank] += 1
         self._library.together.wait(20)
 
 
-def _bytes(address: int, nbytes: int) -> np.ndarray:
+def bytes_at(address: int, nbytes: int) -> np.ndarray:
+    """Memory at an address, as an array."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def _words(address: int) -> np.ndarray:
-    return _bytes(address, 8).view(np.uint64)
+    return bytes_at(address, 8).view(np.uint64)
 
 
 def _pattern(nbytes: int, seed: int) -> np.ndarray:
@@ -181,8 +192,22 @@ class Stream:
         return SimpleNamespace(query=lambda: True)
 
 
+class HostWriter:
+    """Stands in for :class:`StreamWriter`: stores words at once."""
+
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        self._words = memory.view(torch.int64)
+        self.closed = False
+
+    def write(self, offset: int, value: int) -> None:
+        self._words[offset // 8] = value
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let :class:`ShmemMemory` live in host memory."""
+    """Let :class:`ShmemMemory` and :class:`LibraryMemory` live in host memory."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
@@ -190,6 +215,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(memory, "_pinned_words", lambda count: torch.empty(count, dtype=torch.int64))
+    monkeypatch.setattr(network, "StreamWriter", HostWriter)
     thread = threading.local()
     monkeypatch.setattr(memory, "load_extension", lambda name: thread.module)
     monkeypatch.setattr(memory, "prepare_environment", lambda name, **options: None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,43 +12,33 @@ from torch.distributed import PrefixStore
 
 from primus_odc.errors import OdcError
 from primus_odc.symmetric.arena import align
-from primus_odc.symmetric.shmem import network
 from primus_odc.symmetric.shmem.network import LibraryMemory
-from primus_odc.symmetric.stream_words import StreamWriter
 from tests.symmetric.shmem.fake_library import CPU, Job, without_gpu
 
 NBYTES = 1000
 FAR_WORDS = 5
 
 
-class HostWriter:
-    """Stores words at once."""
-
-    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
-        self._words = memory.view(torch.int64)
-        self.closed = False
-
-    def write(self, offset: int, value: int) -> None:
-        self._words[offset // 8] = value
-
-    def close(self) -> None:
-        self.closed = True
-
-
 @pytest.fixture(autouse=True)
 def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
-    monkeypatch.setattr(network, StreamWriter.__name__, HostWriter)
 
 
-def on_every_rank(job: Job, function: Callable[[int, LibraryMemory, torch.Tensor], object], far_words: int = FAR_WORDS) -> list[object]:
-    """``function(rank, memory, its control words)``; an error stands in its place."""
+def on_every_rank(
+    job: Job,
+    function: Callable[[int, LibraryMemory, torch.Tensor], object],
+    far_words: int = FAR_WORDS,
+    pes: Sequence[int] | None = None,
+) -> list[object]:
+    """``function(rank, memory, its control words)``; an error stands in its place. ``pes``: of every rank; None: the same numbers."""
+    order = range(len(job.nodes)) if pes is None else pes
+    names, nodes = [job.names[pe] for pe in order], [job.nodes[pe] for pe in order]
 
     def rank_main(rank: int) -> object:
-        job.enter(rank)
+        job.enter(order[rank])
         words, store = torch.zeros(32, dtype=torch.uint8), PrefixStore("case", job.store)
         try:
-            made = LibraryMemory("nvshmem", NBYTES, far_words, rank, job.names, job.nodes, store, CPU, words, timeout_s=job.timeout_s)
+            made = LibraryMemory("nvshmem", NBYTES, far_words, rank, order, names, nodes, store, CPU, words, timeout_s=job.timeout_s)
             return function(rank, made, words)
         except OdcError as error:
             return error
@@ -66,8 +56,9 @@ def own(memory: LibraryMemory) -> torch.Tensor:
     return memory.arenas[memory._rank]
 
 
-def test_data_arrive_with_the_word_that_is_signalled_behind_them() -> None:
-    job = Job([0, 0, 1, 1])
+@pytest.mark.parametrize("pes", [[0, 1, 2, 3], [2, 0, 3, 1]], ids=str)
+def test_data_arrive_with_the_word_that_is_signalled_behind_them(pes: list[int]) -> None:
+    job = Job([0 if pes.index(pe) < 2 else 1 for pe in range(4)])
 
     def use(rank: int, memory: LibraryMemory, words: torch.Tensor) -> object:
         net = memory.network
@@ -75,24 +66,25 @@ def test_data_arrive_with_the_word_that_is_signalled_behind_them() -> None:
         assert [arena.numel() for arena in memory.arenas.values()] == [NBYTES] * 2
         own(memory)[:100] = rank + 1
         own(memory)[100:108] = 40 + rank
-        job.library.arenas[rank].puts.clear()  # those of the start-up test
+        puts = job.library.arenas[pes[rank]].puts
+        puts.clear()  # those of the start-up test
         job.library.together.wait(20)
         if rank == 1:
             put(memory, 2, 300, 0, 100)
             put(memory, 3, 500, 0, 60)
             put(memory, 2, 920, 100, 108)
-            assert job.library.arenas[1].puts == []  # nothing leaves before its word
+            assert puts == []  # nothing leaves before its word
             net.signal(3, 4, 7)
             net.signal(2, 0, 9)
             net.signal(2, 1, 10)  # no data
         job.library.together.wait(20)
         seen = {home: net.far_words(home).tolist() for home in memory.arenas}
         arrived = [own(memory)[start:stop].tolist() for start, stop in ((300, 400), (500, 560), (920, 928))]
-        return job.library.arenas[rank].puts, arrived, seen
+        return puts, arrived, seen
 
-    results: list[Any] = on_every_rank(job, use)
+    results: list[Any] = on_every_rank(job, use, pes=pes)
     # One launch for each word; what comes before its last data has a launch of its own, since queue pairs differ.
-    assert results[1][0] == [[(3, 60, 7)], [(2, 100, 0)], [(2, 8, 9)], [(2, 0, 10)]]
+    assert results[1][0] == [[(pes[3], 60, 7)], [(pes[2], 100, 0)], [(pes[2], 8, 9)], [(pes[2], 0, 10)]]
     assert results[2][1] == [[2] * 100, [0] * 60, [41] * 8] and results[3][1] == [[0] * 100, [2] * 60, [0] * 8]
     expected = {2: [9, 10, 0, 0, 0], 3: [0, 0, 0, 0, 7]}
     assert results[2][2] == results[3][2] == expected  # also those of a mate
