@@ -39,9 +39,16 @@ class WorkerFailedError(AssertionError):
         super().__init__(f"exit codes {codes}\n" + "\n".join(f"--- rank {r} ---\n{t}" for r, t in sorted(tracebacks.items())))
 
 
-def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 50.0, gpu: bool = False) -> list[Any]:
+def run_workers(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 50.0,
+    gpu: bool = False,
+    first: Callable[[int], None] | None = None,
+) -> list[Any]:
     """``[function(rank, world_size, *args) for every rank]``, each in its own process with gloo initialised, with ``gpu`` NCCL too and a
-    GPU each.
+    GPU each; ``first(rank)`` is called before that.
 
     Raises:
         WorkerFailedError: some worker raised, died or did not end in time; all are ended then.
@@ -49,7 +56,7 @@ def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeo
     context = mp.get_context("spawn") if gpu else FORK_SERVER  # CUDA does not survive a fork
     with tempfile.TemporaryDirectory() as folder:
         workers = [
-            context.Process(target=_main, args=(function, r, world_size, folder, args, timeout_s, gpu), daemon=True)
+            context.Process(target=_main, args=(function, r, world_size, folder, args, timeout_s, gpu, first), daemon=True)
             for r in range(world_size)
         ]
         for w in workers:
@@ -79,7 +86,14 @@ def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeo
 
 
 def _main(
-    function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...], timeout_s: float, gpu: bool
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    gpu: bool,
+    first: Callable[[int], None] | None,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -90,6 +104,8 @@ def _main(
     faulthandler.dump_traceback_later(0.9 * timeout_s, exit=True, file=stack)
     code = 0
     try:
+        if first is not None:
+            first(rank)
         if gpu:
             torch.cuda.set_device(rank)
         dist.init_process_group(

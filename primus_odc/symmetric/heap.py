@@ -145,7 +145,7 @@ class SymmetricHeap:
                 if self._network is None:
                     raise ValueError("ranks of several machines need memory with a network (make_memory)")
                 self._far = FarWords(far_layout, self._network, names[rank])
-            self._max_sleep_s = _MAX_SLEEP_S if self._memory is None else _MAX_SLEEP_DEVICE_S
+            self._max_sleep_s = _MAX_SLEEP_S if self.device.type == "cpu" else _MAX_SLEEP_DEVICE_S
             self.signals = 0
             pattern.check_mapping(self)
             self.signals = 0

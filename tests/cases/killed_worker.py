@@ -6,11 +6,13 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import primus_odc
+from tests.fsdp.machines import engines_on_machines, move_to_machine
 from tests.fsdp.models import loss_of, microbatch, shard, tiny_model
 
 
@@ -18,9 +20,12 @@ def main() -> None:
     rank, world_size, store, mode, timeout_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], float(sys.argv[5])
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
+    if mode == "machines":
+        move_to_machine(rank, sys.argv[6:], 2)
+        engines_on_machines(Path(store).parent, world_size)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     model = shard(tiny_model())
-    options = {"ranks_per_node": 2} if mode == "nodes" else {"accumulate": mode}
+    options = {"ranks_per_node": 2} if mode in ("nodes", "machines") else {"accumulate": mode}
     engine = primus_odc.attach(model, **options, timeout_s=timeout_s)
     for step in range(10_000):
         engine.begin_minibatch()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases.killed_worker import main
+from tests.symmetric.hosts import two_hosts
 from tests.workers import Program
 
 TIMEOUT_S = 6.0
@@ -69,6 +70,27 @@ def test_the_others_end_and_name_it(tmp_path: Path, how: signal.Signals) -> None
                 if how is signal.SIGKILL:
                     assert time.monotonic() - start < TIMEOUT_S  # noticed as a death, not waited for
                 _check_witness(witness, how)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_others_end_and_name_it_on_two_machines(tmp_path: Path, how: signal.Signals) -> None:
+    with two_hosts() as hosts:
+        words = ("4", str(tmp_path / "store"), "machines", str(TIMEOUT_S), *hosts)
+        workers = [Program(main, str(rank), *words, folder=tmp_path, name=f"machines{rank}") for rank in range(4)]
+        try:
+            for w in workers:
+                w.until("running", START_S)
+            start = time.monotonic()
+            workers[1].send(how)
+            for witness in (workers[0], *workers[2:]):
+                witness.wait(4 * TIMEOUT_S)
+                if how is signal.SIGKILL:
+                    assert time.monotonic() - start < TIMEOUT_S
+                _check_witness(witness, how)
+        finally:
+            for w in workers:
+                w.kill()
 
 
 def _check_witness(witness: Program, how: signal.Signals) -> None:

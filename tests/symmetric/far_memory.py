@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from primus_odc.symmetric.heap import MakeMemory
 
-MAX_DELAY_S = 0.002
+MAX_DELAY_S = 0.001
 _FLUSH_S = 20.0
 
 
@@ -33,14 +34,23 @@ class FileNetwork:
         self._near = {r for r, node in enumerate(nodes) if node == nodes[rank]}
         self._queues: dict[int, deque[Callable[[], object]]] = {r: deque() for r in self._far_arenas}
         self.looks = 0
-        threading.Thread(target=self._deliver, args=(random.Random(rank),), daemon=True).start()
+        self._work, stopping = threading.Event(), threading.Event()
+        thread = threading.Thread(target=_deliver, args=(self._queues, self._work, stopping, random.Random(rank)), daemon=True)
+        thread.start()
+        weakref.finalize(self, _stop, thread, self._work, stopping)
 
     def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
         assert source.dtype == torch.uint8 and source.is_contiguous() and source.ndim == 1
-        self._queues[rank].append(lambda: self._far_arenas[rank][offset : offset + source.numel()].copy_(source))
+        target = self._far_arenas[rank][offset : offset + source.numel()]
+        self._send(rank, lambda: target.copy_(source))
 
     def signal(self, rank: int, position: int, value: int) -> None:
-        self._queues[rank].append(lambda: self._blocks[rank].__setitem__(position, value))
+        block = self._blocks[rank]
+        self._send(rank, lambda: block.__setitem__(position, value))
+
+    def _send(self, rank: int, write: Callable[[], object]) -> None:
+        self._queues[rank].append(write)
+        self._work.set()
 
     def far_words(self, home: int) -> npt.NDArray[np.int64]:
         assert home in self._near, f"far words of rank {home} belong to another node"
@@ -55,14 +65,24 @@ class FileNetwork:
                 raise TimeoutError("the stand-in for a network did not deliver")
             time.sleep(0.0005)
 
-    def _deliver(self, random: random.Random) -> None:
-        while True:
-            busy = [queue for queue in self._queues.values() if queue]
-            time.sleep(random.uniform(0, MAX_DELAY_S))
-            if busy:
-                queue = random.choice(busy)
-                queue[0]()
-                queue.popleft()  # only now: what is empty has arrived
+
+def _deliver(
+    queues: Mapping[int, deque[Callable[[], object]]], work: threading.Event, stopping: threading.Event, chance: random.Random
+) -> None:
+    while not stopping.is_set():
+        work.wait()
+        work.clear()
+        while busy := [queue for queue in queues.values() if queue]:
+            time.sleep(chance.uniform(0, MAX_DELAY_S))
+            queue = chance.choice(busy)
+            queue[0]()
+            queue.popleft()  # only now: what is empty has arrived
+
+
+def _stop(thread: threading.Thread, work: threading.Event, stopping: threading.Event) -> None:
+    stopping.set()
+    work.set()
+    thread.join(_FLUSH_S)
 
 
 class FileMemory:
