@@ -16,6 +16,8 @@ from primus_odc.primitives.protocol import RankProtocol
 from primus_odc.symmetric.heap import SymmetricHeap
 
 PROGRESS_S = 0.001
+PROGRESS_DEVICE_S = 0.0002
+"""Where the arena is on a device: a whole layer can be pushed within a millisecond, and would find the slots of the one before taken."""
 EAGER_S = 0.00005
 """While this rank settles on a device: what arrives last is on everybody's critical path, and the host has nothing else to do."""
 
@@ -73,7 +75,7 @@ class ProgressThread:
         self._heap = heap
         self._protocol = protocol
         self._error: BaseException | None = None
-        self.interval_s = PROGRESS_S
+        self._usual_s = self.interval_s = PROGRESS_S if heap.device.type == "cpu" else PROGRESS_DEVICE_S
         self._sources = [r for r in protocol.t.peers if r != heap.rank]
         stopping = threading.Event()
         self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), lanes, stopping), name="primus-odc-progress", daemon=True)
@@ -100,7 +102,7 @@ class ProgressThread:
         try:
             yield
         finally:
-            self.interval_s = PROGRESS_S
+            self.interval_s = self._usual_s
 
     def check(self) -> None:
         """Raise what ended the thread, if anything did."""

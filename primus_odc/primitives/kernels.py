@@ -19,6 +19,8 @@ PROGRAMS = 32
 almost twice as many of them."""
 PROGRAMS_ALONE = 64
 """Where nothing is computed: enough to fill the links."""
+PROGRAMS_HERE = 256
+"""Likewise, where all memory is this device's own, which is wider than the links."""
 _BLOCK = 4096
 
 
@@ -74,15 +76,16 @@ def _narrow_of(present: Sequence[Numbers]) -> tl.dtype:
 
 class PullSum:
     """The pull of one group: ``sources`` are the slices of this rank's shard at every rank, all of one dtype and size. One that stayed
-    narrow begins ``shift`` bytes before."""
+    narrow begins ``shift`` bytes before. ``here``: all of them are in this device's own memory."""
 
-    def __init__(self, sources: list[torch.Tensor], shift: int = 0) -> None:
+    def __init__(self, sources: list[torch.Tensor], shift: int = 0, *, here: bool = False) -> None:
         if len(sources) > 63:
             raise ValueError(f"{len(sources)} sources: the kernel serves up to 63 ranks of one node")
         self._table = torch.tensor([s.data_ptr() for s in sources], dtype=torch.int64, device=sources[0].device)
         self._aligned = all(s.data_ptr() % 16 == 0 for s in sources) and shift % 16 == 0
         self._sources = len(sources)
         self._shift = shift
+        self._programs_alone = PROGRAMS_HERE if here else PROGRAMS_ALONE
 
     def __call__(self, total: torch.Tensor, present: Numbers, alone: bool = False) -> None:
         """``total`` := the sum over the sources ``present``, in the order of their numbers; zeros for none. On the current stream.
@@ -92,7 +95,7 @@ class PullSum:
         """
         mask = sum(1 << s for s in present)
         narrow = sum(1 << s for s, dtype in present.items() if dtype is not None)
-        programs = min(PROGRAMS_ALONE if alone else PROGRAMS, triton.cdiv(total.numel(), _BLOCK))
+        programs = min(self._programs_alone if alone else PROGRAMS, triton.cdiv(total.numel(), _BLOCK))
         if programs:
             _pull_sum[(programs,)](
                 total,
@@ -205,7 +208,7 @@ def accumulate(target: torch.Tensor, source: torch.Tensor, fresh: bool, alone: b
     """``target`` += ``source``, or := where ``fresh``, cast to the target's dtype; both ``[rows, columns]`` with rows contiguous. On the
     current stream."""
     rows, columns = target.shape
-    programs = min(4 * PROGRAMS_ALONE if alone else PROGRAMS, rows * triton.cdiv(columns, _BLOCK))  # memory is wider than links
+    programs = min(PROGRAMS_HERE if alone else PROGRAMS, rows * triton.cdiv(columns, _BLOCK))
     if programs:
         strides = target.stride(0), source.stride(0)
         _accumulate[(programs,)](target, source, rows, columns, *strides, FRESH=fresh, BLOCK=_BLOCK, num_warps=8)

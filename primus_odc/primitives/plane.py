@@ -122,7 +122,7 @@ class ArenaPlane:
         self._staging = torch.empty(largest if verify else 0, dtype=torch.uint8, device=heap.device)
         # Without replicas nobody else reads this rank's accumulators, and what it made itself is a source beside them.
         self._apart = mode == "owner" and len(topology.replicas) == 1 and not verify
-        self._sums = [make_sum(self._sources(g), heap.device, self._narrow_shift(g)) for g in range(len(groups))]
+        self._sums = [make_sum(self._sources(g), heap.device, self._narrow_shift(g), here=self._apart) for g in range(len(groups))]
         self._together = SumTogether(heap.device)
         self._direct = direct
         self._merge_bytes = 0 if verify else merge_bytes if merge_bytes is not None else MERGE_BYTES if heap.device.type != "cpu" else 0

@@ -171,7 +171,6 @@ class RankProtocol:
         k = self.epoch
         for g in range(len(self.t.groups)):
             yield from self.declare(g)
-        yield Do(self.plane.reshard)  # the optimizer works on the sharded parameters
         if self.mode == "local":
             # Groups complete in backward order, the last one first; the order of sources is fixed, so the sum is reproducible.
             for g in reversed(range(len(self.t.groups))):
@@ -189,6 +188,7 @@ class RankProtocol:
                 yield from self.pushes.push_kept(owner, k, read_word, wait=True)
             yield from self._say_ready()
             yield from self._sum_arrivals(read_word, wait=True)
+        yield Do(self.plane.reshard)  # the optimizer works on the sharded parameters; host time that nobody waits for here
         yield from self._finish()
         self.state = State.SETTLED
 

@@ -26,8 +26,9 @@ def narrow_slice(source: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.
     return torch.empty(0, dtype=dtype, device=source.device).set_(source.untyped_storage(), start, source.shape, (1,))
 
 
-def make_sum(sources: Mapping[int, torch.Tensor], device: torch.device, shift: int = 0) -> Sum:
-    """The sum over ``sources`` (rank -> its slice ``[n]``, in the order of addition); ``shift``: see :func:`narrow_slice`.
+def make_sum(sources: Mapping[int, torch.Tensor], device: torch.device, shift: int = 0, *, here: bool = False) -> Sum:
+    """The sum over ``sources`` (rank -> its slice ``[n]``, in the order of addition); ``shift``: see :func:`narrow_slice`; ``here``: all of
+    them are in this rank's own memory.
 
     Raises:
         ImportError: on a device without Triton, which torch's builds for CUDA and ROCm bring with them.
@@ -48,7 +49,7 @@ def make_sum(sources: Mapping[int, torch.Tensor], device: torch.device, shift: i
 
     from primus_odc.primitives.kernels import PullSum
 
-    kernel = PullSum(list(sources.values()), shift)
+    kernel = PullSum(list(sources.values()), shift, here=here)
     numbers = {rank: number for number, rank in enumerate(sources)}
 
     def sum_on_device(total: torch.Tensor, present: Present, *, alone: bool = False) -> None:

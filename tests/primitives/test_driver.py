@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class RecordingHeap:
     """Notes what a heap would be asked to do."""
 
-    rank, world_size, timeout_s = 0, 2, 5.0
+    rank, world_size, timeout_s, device = 0, 2, 5.0, torch.device("cpu")
     sending = staticmethod(nullcontext)
 
     def __init__(self) -> None:
