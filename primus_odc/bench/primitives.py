@@ -6,7 +6,8 @@ settle has put the sums in place.
 
 What is timed are the engine's own calls with the very arguments FSDP2 gave it: a model of ``UNITS`` FSDP2 units of one parameter each runs
 once, and its calls are repeated: all gathers in a row; all reductions and one settle, as at the end of a minibatch. Against them stands the
-same number of collectives in a row. Each round times the engine and the collectives in turn.
+same number of collectives in a row. Each round times the engine and the collectives in turn. On a GPU both are queued behind a few matrix
+products, as they are behind a model's compute, so that the host's time to start them counts where the device has to wait for it only.
 
 Beside GEMMs: a row of matrix products in the current stream, the transfers in another one; what counts is how much longer the products
 take.
@@ -37,6 +38,7 @@ from primus_odc.primitives.contribution import Contribution
 COLUMNS = 1024
 GEMM_SIZE = 8192
 GEMMS = 12  # about 20 ms on an H200
+GEMMS_AHEAD = 4
 UNITS = 8
 WARM_UP = 3
 
@@ -148,11 +150,14 @@ def _operation(
     """``pair``: the engine's transfers and the collectives, ``UNITS`` of each in one call; ``prepare`` comes before the engine's, outside
     the measured time."""
     own, collective = pair
+    factor = _factor(device) if device.type == "cuda" else None
     times: dict[str, list[float]] = {"engine_us": [], "collective_us": []}
     for repeat in range(WARM_UP + job.repeats):
         for key, call, before in (("engine_us", own, prepare), ("collective_us", collective, lambda: None)):
             before()
             _meet(clock)
+            if factor is not None:
+                _multiply(factor, GEMMS_AHEAD)
             start = clock.mark()
             call()
             end = clock.mark()
@@ -171,7 +176,7 @@ def _operation(
 
 def _beside(pair: _Pair, prepare: Callable[[], None], job: Job, device: torch.device, clock: Clock) -> dict[str, list[float]]:
     """Milliseconds of a row of GEMMs, alone and with each transfer running beside them."""
-    factor = torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16)
+    factor = _factor(device)
     side = torch.cuda.Stream(device)
     times: dict[str, list[float]] = {"alone_ms": [], "engine_ms": [], "collective_ms": []}
     for repeat in range(WARM_UP + job.repeats):
@@ -183,8 +188,7 @@ def _beside(pair: _Pair, prepare: Callable[[], None], job: Job, device: torch.de
             before()
             _meet(clock)
             start = clock.mark()
-            for _ in range(GEMMS):
-                torch.mm(factor, factor)
+            _multiply(factor, GEMMS)
             end = clock.mark()
             if call is not None:
                 with torch.cuda.stream(side):
@@ -193,6 +197,15 @@ def _beside(pair: _Pair, prepare: Callable[[], None], job: Job, device: torch.de
             if repeat >= WARM_UP:
                 times[key].append(_slowest(clock.ms(start, end)))
     return times
+
+
+def _factor(device: torch.device) -> torch.Tensor:
+    return torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16)
+
+
+def _multiply(factor: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        torch.mm(factor, factor)
 
 
 def _times(count: int, call: Callable[[], None]) -> Callable[[], None]:
