@@ -37,11 +37,10 @@ def test_contacts_are_those_who_tell_of_their_node_in_the_protocol() -> None:
             assert contacts(nodes, node) == {r: protocol.contact(node, r) for r in range(len(nodes)) if nodes[r] != node}
 
 
-def _connect(rank: int, exchange: Exchange, disturb: Callable[[int, list[Card]], Any] | None = None, timeout_s: float = 10.0) -> Links:
+def _connect(rank: int, exchange: Exchange, disturb: Callable[[Card], Any] = lambda card: None) -> Links:
     door = Door("127.0.0.1")
-    cards = exchange(door.card)
-    kept = disturb(rank, cards) if disturb is not None else None
-    links = door.connect(rank, NAMES, NODES, cards, timeout_s)
+    kept = disturb(door.card)  # before anybody else knows of it
+    links = door.connect(rank, NAMES, NODES, exchange(door.card), 10.0)
     del kept
     return links
 
@@ -59,8 +58,8 @@ def test_every_rank_hears_of_every_other_node_through_its_contact() -> None:
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n" + b" " * 40, b"0" * 32 + b"00000001", b"short"])
 def test_strangers_are_let_in_nowhere_and_hold_up_nobody(words: bytes) -> None:
-    def disturb(rank: int, cards: list[Card]) -> list[socket.socket]:
-        strangers = [socket.create_connection((card.address, card.port)) for card in cards]
+    def disturb(card: Card) -> list[socket.socket]:
+        strangers = [socket.create_connection((card.address, card.port)) for _ in range(3)]
         for stranger in strangers:
             stranger.sendall(words)
         return strangers
