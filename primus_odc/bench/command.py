@@ -71,7 +71,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--out", required=True, metavar="FILE.json", help="result file; entries are added to it")
         kind.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
         kind.add_argument("--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
-        kind.add_argument("--transport", default="auto", help="of the engine, as odc.transport")
+        kind.add_argument("--transport", "--odc.transport", dest="transport", default="auto", help="of the engine, as odc.transport")
+        kind.add_argument("--odc.ranks_per_node", dest="ranks_per_node", type=_positive, metavar="N", help="as in the YAML")
+        kind.add_argument("--odc.interface", dest="interface", metavar="NAME", help="as in the YAML")
+        kind.add_argument("--odc.nic", dest="nic", metavar="KIND", help="as in the YAML")
         kind.add_argument("--timeout-s", type=float, default=120.0, metavar="S", help="for a silent peer or collective (default: 120)")
         kind.add_argument("--commit", metavar="TEXT", help="what was measured, where git cannot tell")
     what = "the minibatches of bench train in the real Primus, arm after arm"
@@ -152,6 +155,9 @@ def _job(args: argparse.Namespace, store: str) -> Job:
         "device": args.device,
         "world_size": args.nproc or _default_ranks(args.device),
         "transport": args.transport,
+        "ranks_per_node": args.ranks_per_node,
+        "interface": args.interface,
+        "nic": args.nic,
         "timeout_s": args.timeout_s,
         "out": args.out,
         "commit": args.commit,

@@ -6,8 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from primus_odc.bench.shapes import SHAPES
+from primus_odc.config import parse_options
 from primus_odc.errors import ConfigError
 from primus_odc.planning import Policy
 
@@ -72,6 +74,9 @@ class Job:
     commit: str | None
     command: str
     store: str
+    ranks_per_node: int | None = None
+    interface: str | None = None
+    nic: str | None = None
     bytes: Sequence[int] = ()
     repeats: int = 20
     shape: str = "tiny"
@@ -89,6 +94,10 @@ class Job:
     budget_s: float = 0.0
     deterministic: bool = False
     trace: str | None = None
+
+    def engine_options(self) -> dict[str, Any]:
+        """What all engines of the benchmark have in common."""
+        return {key: getattr(self, key) for key in ("transport", "timeout_s", "ranks_per_node", "interface", "nic")}
 
     def check(self) -> None:
         """
@@ -109,10 +118,18 @@ class Job:
             problems.append("--optimizer graph: CUDA graphs need --device cuda")
         if self.optimizer == "graph" and self.share_model:
             problems.append("--optimizer graph: gradients move when an engine comes and goes; leave out --share-model or the graph")
+        problems += self._problems_of_the_engine()
         if self.lengths not in LENGTHS:
             problems.append(f"--lengths {self.lengths}: {' or '.join(LENGTHS)}")
         if problems:
             raise ConfigError(problems)
+
+    def _problems_of_the_engine(self) -> Sequence[str]:
+        try:
+            parse_options(self.engine_options())
+        except ConfigError as error:
+            return error.problems
+        return ()
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")

@@ -105,7 +105,7 @@ def bench_primitives(job: Job, device: torch.device) -> None:
         operations += _size(job, device, clock, nbytes)
         tell(f"{nbytes} bytes done")
     if dist.get_rank() == 0:
-        keep = ("device", "world_size", "transport", "repeats", "command")
+        keep = ("device", "world_size", "transport", "ranks_per_node", "repeats", "command")
         append(Path(job.out), run, {"kind": "primitives", **{key: getattr(job, key) for key in keep}, "operations": operations})
 
 
@@ -117,7 +117,7 @@ def _size(job: Job, device: torch.device, clock: Clock, nbytes: int) -> list[dic
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = Units(rows, mesh, policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    options = {"transport": job.transport, "timeout_s": job.timeout_s, "accumulate": "local", "parameters": "reshard"}
+    options = {**job.engine_options(), "accumulate": "local", "parameters": "reshard"}
     engine = CallRecorder(model, parse_options(options))
     engine.begin_minibatch(1)
     model(torch.zeros((), device=device)).backward()

@@ -123,7 +123,7 @@ class Stations:
         return Station(model=model, optimizer=optimizer, meter=Meter())
 
     def _attach(self, station: Station, options: Mapping[str, Any]) -> None:
-        every = {**options, "transport": self._job.transport, "timeout_s": self._job.timeout_s, "deterministic": self._job.deterministic}
+        every = {**options, **self._job.engine_options(), "deterministic": self._job.deterministic}
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the arena lies outside of PyTorch's allocator
         before = self._unaccounted_bytes()

@@ -30,6 +30,7 @@ SETTINGS = (
     "device",
     "world_size",
     "transport",
+    "ranks_per_node",
     "sequence",
     "seed",
     "optimizer",
@@ -114,7 +115,7 @@ def summarise(entries: Iterable[dict[str, Any]]) -> list[PointSummary]:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for entry in entries:
         if entry["kind"] == "train":
-            settings = tuple((key, entry[key]) for key in SETTINGS)
+            settings = tuple((key, entry.get(key)) for key in SETTINGS)
             groups[(settings, entry["cap"], entry["samples_per_rank"])].append(entry)
     ordered = sorted(groups, key=lambda key: (str(key[0]), key[1], key[2]))
     return [_point(dict(key[0]), key[1], key[2], groups[key]) for key in ordered]

@@ -105,8 +105,8 @@ class _Point:
     def entry(self) -> dict[str, Any]:
         """What is written to the file."""
         job = self._job
-        settings = ("shape", "layers", "device", "world_size", "transport", "sequence", "seed", "optimizer", "clip_grad")
-        keep = (*settings, "lengths", "minibatches", "fixed_tokens", "share_model", "deterministic", "command")
+        settings = ("shape", "layers", "device", "world_size", "transport", "ranks_per_node", "sequence", "seed", "optimizer")
+        keep = (*settings, "clip_grad", "lengths", "minibatches", "fixed_tokens", "share_model", "deterministic", "command")
         return {
             "kind": "train",
             **{key: getattr(job, key) for key in keep},

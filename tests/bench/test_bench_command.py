@@ -112,3 +112,15 @@ def test_wrong_words_are_told_before_anything_runs(tmp_path: Path, capsys: pytes
     assert main(["bench", "train", *words, "--arms", "nccl_pad", "odc"]) == 2
     assert "--arms odc: known are" in capsys.readouterr().err
     assert main(["bench", "report", str(tmp_path / "none.json")]) == 2
+
+
+@pytest.mark.timeout(120)
+def test_keys_of_the_engine_reach_it(tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    words = ["--points", "1:4096", "--minibatches", "1", "--arms", "odc_nopad", "--odc.transport", "host", "--odc.ranks_per_node", "1"]
+    bench(tmp_path, "train", *words, "--out", str(out), *SMALL)
+    (run,) = json.loads(out.read_text())["runs"]
+    (entry,) = run["entries"]
+    assert (entry["transport"], entry["ranks_per_node"]) == ("host", 1)
+    stderr = (tmp_path / "bench.stderr").read_text() + (tmp_path / "bench.stdout").read_text()
+    assert "staging 0.0" in stderr and "fan_out 0.0" in stderr, stderr

@@ -84,3 +84,10 @@ def test_the_fixed_cost_is_that_of_so_many_tokens() -> None:
         100 * model.per_token + 30000 * model.per_token_squared
     )
     assert model.fixed == pytest.approx(100 * model.per_token)
+
+
+def test_keys_of_the_engine_are_checked_before_a_rank_starts() -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(JOB, nic="mlx4", ranks_per_node=1).check()
+    (problem,) = caught.value.problems
+    assert "nic has no choice 'mlx4', did you mean 'mlx5'" in problem
