@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Builds the kernels for the GPUs of this machine into the checkout and tries them: tests, compute-sanitizer, comparison with NCCL.
+# Builds the kernels for the GPUs of this machine into the checkout and tries them: tests of the kernels and of the engine on them,
+# compute-sanitizer, comparison with NCCL.
 # Needs NVIDIA GPUs, nvcc, CMake, and a Python with torch for CUDA (which brings NVSHMEM), pybind11 and pytest; installs nothing.
-#   scripts/test_shmem.sh [build|tests|sanitizer|bench]...      default: all of them
+#   scripts/test_shmem.sh [build|tests|engine|sanitizer|bench]...      default: all of them
 # Read from the environment: PYTHON (default python3), OUT (folder for logs and figures, default build/shmem), SANITIZER_TOOL (default
 # memcheck).
 set -euo pipefail
@@ -26,6 +27,9 @@ build() {
 
 tests() { "$python" -m pytest tests/gpu/test_shmem_kernels.py -v --durations=0; }
 
+# With GPUs of this machine as nodes; what is printed says how much of the settle was hidden, and what the library takes.
+engine() { "$python" -m pytest tests/gpu/test_shmem_engine.py -v -s --durations=0; }
+
 # NVSHMEM probes addresses when it starts, which the driver answers with errors that it expects: API errors are not reported.
 sanitizer() {
     ODC_SHMEM_LIGHT=1 compute-sanitizer --tool "${SANITIZER_TOOL:-memcheck}" --target-processes all --report-api-errors no \
@@ -43,7 +47,7 @@ bench() {
     "$python" -m torch.distributed.run --nproc-per-node "$gpus" scripts/bench_shmem.py "$out/bench.json"
 }
 
-for part in "${@:-build tests sanitizer bench}"; do
+for part in "${@:-build tests engine sanitizer bench}"; do
     for name in $part; do
         printf '=== %s\n' "$name"
         started=$SECONDS

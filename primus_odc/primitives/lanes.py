@@ -20,7 +20,8 @@ class Lanes:
 
     Attributes:
         settle: peers' gradients are pulled and summed here while backward runs.
-        sends: what goes to other nodes, in one order. The sum of the next group does not wait for a transfer to be acknowledged.
+        sends: what goes to other nodes, in one order. The sum of the next group does not wait for a transfer to be acknowledged. Of high
+            priority as arrivals: a put takes one block.
         arrivals: (owner mode) pushed pieces are added here; never behind work of this rank's own microbatch, or credits would wait for it.
             Of high priority: a kernel of backward may run for milliseconds, and what is added here takes a small part of the device.
     """
@@ -29,7 +30,7 @@ class Lanes:
         self._module: Any = torch.get_device_module(device)
         self._device = device
         self.settle = self._stream()
-        self.sends = self._stream()
+        self.sends = self._stream(priority=-1)
         self._gathers = [self._stream() for _ in range(min(GATHER_STREAMS, max(1, ranks - 1)))]
         self._next_gather = 0
         self._compute: Any = None
