@@ -28,8 +28,9 @@ from primus_odc.megatron.collector import collecting_between_steps
 from primus_odc.megatron.compare_job import Job, arm_params
 from primus_odc.megatron.compare_rank import tell
 from primus_odc.megatron.minibatch import make_minibatch
-from primus_odc.megatron.run_options import RunOptions
+from primus_odc.megatron.run_options import RunOptions, policy_of
 from primus_odc.megatron.train_config import normalise
+from primus_odc.planning.assignments import plan_assignment
 
 Curves = Mapping[str, Sequence[Sequence[float]]]
 """Arm -> [assignment][step] loss."""
@@ -75,6 +76,7 @@ def train_curves(job: Job, device: torch.device) -> None:
 
     Raises:
         OdcError: an arm is outside of nccl_pad's spread; the curves are written before.
+        PlanError: a minibatch has fewer different assignments than ``job`` asks for, so that one curve would count twice.
     """
     experiment = load_experiment(Path(job.config), job.overrides)
     params = normalise(experiment.params)
@@ -85,6 +87,10 @@ def train_curves(job: Job, device: torch.device) -> None:
     vocab_size = train.padded_vocab_size(build_tokenizer(params).vocab_size)
     stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
     drawn = [stream.next() for _ in range(job.steps or train.train_iters)]
+    for option in options:  # that every assignment exists is known before anything is trained
+        for indices in drawn:
+            lengths = [dataset[int(i)].tokens.size for i in indices]
+            plan_assignment(job.assignments - 1, policy_of(option.comm.arm), lengths, job.world_size, max_tokens, option.cost_model)
     mesh = init_device_mesh(device.type, (job.world_size,))
     curves: dict[str, list[list[float]]] = {arm: [] for arm in job.arms}
     for assignment in range(job.assignments):
