@@ -20,6 +20,7 @@ Environment of a training run, as torchrun knows it:
   MASTER_ADDR    host of node 0             (needed with several nodes)
   MASTER_PORT    a free TCP port there      (default: any free port on one node, 29500 on several)
   PRIMUS_PATH    checkout of AMD-AGI/Primus (default: none, the standalone trainer)
+  OMP_NUM_THREADS  threads of each process  (default: 1, whatever the number of processes)
   ODC_SKIP_DOCTOR=1  start without looking first
 
 Environment of both:
@@ -100,6 +101,8 @@ launch() {
         "$python" -m primus_odc doctor "$config" --quiet --ranks $((nodes * processes)) --nodes "$nodes" --time-limit 120 "$@" || exit 2
     fi
     say "$nodes node(s) with $processes process(es) each, $python${PRIMUS_PATH:+, Primus at $PRIMUS_PATH}"
+    # torchrun sets this only where it starts several processes.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m "${job[@]}" "$@"
 }
 

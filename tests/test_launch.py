@@ -21,6 +21,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 STUB_RUN = """
 import json, os, sys
 print("STARTED", json.dumps(sys.argv[1:]))
+print("THREADS", os.environ["OMP_NUM_THREADS"])
 sys.exit(int(os.environ.get("STUB_EXIT", "0")))
 """
 
@@ -141,6 +142,12 @@ def test_primus_runs_the_config_where_its_path_is_given(launch: Launch, tmp_path
     assert result.returncode == 7, result.stderr
     own = ["-m", "primus_odc.primus.launch", "train", word, "--config", "config.yaml", "--train_iters", "5"]
     assert started(result) == ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "3", *own]
+
+
+@pytest.mark.parametrize(("variables", "threads"), [({}, "1"), ({"OMP_NUM_THREADS": "5"}, "5")])
+def test_one_process_has_the_threads_of_several(launch: Launch, variables: dict[str, str], threads: str) -> None:
+    result = launch("config.yaml", GPUS_PER_NODE="1", **variables)
+    assert f"THREADS {threads}\n" in result.stdout, result.stderr
 
 
 def test_several_nodes_meet_at_the_master(launch: Launch) -> None:

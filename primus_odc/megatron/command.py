@@ -79,6 +79,8 @@ def prepare(config: str, overrides: Sequence[str]) -> RunOptions:
     experiment = load_experiment(config, overrides)
     # As Primus does: a file's env block comes before torch is imported.
     os.environ.update(experiment.env)
+    # As torchrun has it where it starts several processes, or times of one process would differ for another reason than its number.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     _set_up_logging(int(os.environ.get("RANK", "0")))
     require_torch()
     require_megatron()
