@@ -66,6 +66,11 @@ def run_train(args: argparse.Namespace) -> int:
         raise
     if not args.check:
         _train(options, args.traceback)
+    elif os.environ.get("RANK", "0") == "0":
+        print(
+            f"{args.config}: nothing wrong for {options.comm.arm} in keys and values, the files and packages that they name, the model, "
+            f"devices and outputs ({options.experiment.root}); samples are read when training starts; primus-odc doctor checks the machine"
+        )
     return 0
 
 

@@ -173,13 +173,40 @@ def test_all_but_the_first_of_a_host_wait_for_their_end(local_rank: str | None, 
     assert waits == ([QUIET_S] if local_rank == "1" else [])
 
 
-def test_check_trains_nothing_and_refuses_what_training_would(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.timeout(TIMEOUT_S)
+def test_one_process_has_one_thread_as_under_torchrun_and_says_so(tmp_path: Path) -> None:
+    words = ("--comm_backend", "odc_nopad", *DATA, "--eval_iters", "0", "--train_iters", "2", "--lr_decay_iters", "2")
+    inherited = {key: value for key, value in environment(tmp_path).items() if key != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", "primus_odc", "train", str(SMOKE), *words]
+    done = subprocess.run(command, env=inherited, capture_output=True, text=True, timeout=TIMEOUT_S - 10, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "arm odc_nopad on 1 rank of 1 thread(s) each (OMP_NUM_THREADS)" in done.stdout
+    assert read_step_log(tmp_path / "primus_odc" / "local" / "smoke").header.machine["torch_threads"] == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_check_says_once_that_all_is_well(
+    rank: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PRIMUS_WORKSPACE", str(tmp_path))
+    monkeypatch.setenv("RANK", rank)
+    assert run_train(arguments("--check", str(SMOKE), "--comm_backend", "odc_pad")) == 0
+    said = capsys.readouterr().out
+    assert said.count("\n") == (rank == "0")
+    assert rank == "1" or (said.startswith(f"{SMOKE}: nothing wrong for odc_pad in keys") and str(tmp_path) in said)
+
+
+def test_check_trains_nothing_and_refuses_what_training_would(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PRIMUS_WORKSPACE", str(tmp_path))
     words = ("--check", str(SMOKE), "--comm_backend", "odc_pad")
     assert run_train(arguments(*words)) == 0
     assert not list(tmp_path.iterdir())
+    capsys.readouterr()
     with pytest.raises(ConfigError, match="needs a GPU for each of 1 processes"):
         run_train(arguments(*words, "--distributed_backend", "nccl"))
+    assert "nothing wrong" not in capsys.readouterr().out
     run = tmp_path / "primus_odc" / "local" / "smoke"
     run.mkdir(parents=True)
     (run / "steps.jsonl").write_text("header\nstep\n")
