@@ -130,12 +130,28 @@ def env_block(source: Path) -> dict[str, str]:
     """The ``env`` block of the file itself (not of what it extends), with variables expanded.
 
     Raises:
-        ConfigError: the file cannot be read, or its ``env`` is no block.
+        ConfigError: the file cannot be read, its ``env`` is no block, or it holds what cannot be a variable here.
     """
     env = load_block(source).get("env") or {}
     if not isinstance(env, dict):
         raise ConfigError([f"{source}: env must be a block of names and values, but is {env!r}"])
-    return {str(key): os.path.expandvars(str(value)) for key, value in env.items()}
+    block = {str(key): os.path.expandvars(str(value)) for key, value in env.items()}
+    if problems := [f"{source}: env.{key}: {reason}" for key, value in block.items() if (reason := _no_variable(key, value))]:
+        raise ConfigError(problems)
+    return block
+
+
+def _no_variable(key: str, value: str) -> str | None:
+    """Why the system would not take this variable; None where it would."""
+    if not key or "=" in key or "\0" in key + value:
+        return "a variable has a name without '=', and neither name nor value holds a zero byte"
+    try:
+        os.fsencode(key + value)
+    except UnicodeEncodeError as error:
+        return (
+            f"this locale's encoding ({error.encoding}) has no {error.object[error.start : error.end]!a}; use one of UTF-8 (LC_ALL=C.UTF-8)"
+        )
+    return None
 
 
 def _names_a_folder(name: str) -> bool:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from primus_odc.doctor import network, software, system
+from primus_odc.doctor import launch, network, software, system
 from primus_odc.doctor.child import run_stages
 from primus_odc.doctor.finding import Finding, as_json, table, unique
 from primus_odc.doctor.job import Job
@@ -29,7 +29,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quiet", action="store_true", help="print notes and problems only")
     parser.add_argument("--ranks", type=_count, help="processes of the run (default: WORLD_SIZE, else a process for each GPU of each node)")
-    parser.add_argument("--nodes", type=_count, default=os.environ.get("NNODES", "1"), help="nodes (default: NNODES, else 1)")
+    parser.add_argument("--nodes", type=_count, help="nodes (default: NNODES, else 1)")
     parser.add_argument("--time-limit", type=_seconds, default=DEFAULT_LIMIT_S, metavar="SECONDS", help="for everything (default: 60)")
 
 
@@ -51,7 +51,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         config=args.config,
         overrides=args.overrides,
         ranks=args.ranks,
-        nodes=args.nodes,
+        nodes=args.nodes or launch.number(os.environ, "NNODES", 1) or 1,  # one that is no number is a finding
         primus_path=os.environ.get("PRIMUS_PATH") or None,
     )
     findings = examine(job, _environment(job), args.time_limit)
@@ -67,7 +67,7 @@ def examine(job: Job, environment: Mapping[str, str], time_limit_s: float) -> li
     """All findings about ``job`` in ``environment``; returns within ``time_limit_s`` and a second or two."""
     deadline = time.monotonic() + time_limit_s
     scale = time_limit_s / TIME_LIMIT_S
-    families = (software.checks, system.checks, network.checks)
+    families = (software.checks, system.checks, network.checks, launch.checks)
     wait = start([check for family in families for check in family(job, environment)])
     in_child = run_stages(job, environment, scale, deadline)
     return unique([*wait(scale), *in_child])
@@ -84,9 +84,10 @@ def _environment(job: Job) -> dict[str, str]:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    value = launch.whole(text, 1, 10**8)
+    if value is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    return value
 
 
 def _seconds(text: str) -> float:

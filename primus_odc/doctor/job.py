@@ -39,8 +39,9 @@ class Job:
         starts."""
         if self.ranks is not None:
             return self.ranks
-        if environment.get("WORLD_SIZE", "").isdigit():
-            return max(1, int(environment["WORLD_SIZE"]))
+        size = environment.get("WORLD_SIZE", "")
+        if size.isascii() and size.isdigit():  # a wrong one is a finding of the launch check
+            return max(1, int(size))
         return self.nodes * (self.facts.get("gpus") or min(len(os.sched_getaffinity(0)), CPU_PROCESSES))
 
     def local_world(self) -> int:

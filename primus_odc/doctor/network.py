@@ -56,7 +56,11 @@ def resolve(name: str) -> list[str]:
     Raises:
         OSError: there are none.
     """
-    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+    try:
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # Python encodes names before it asks: one with an empty label, or with bytes that are no text
+        raise OSError(f"no host name: {error.__cause__ or error}") from error
+    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries))
 
 
 def check_host_name(job: Job, environment: Mapping[str, str]) -> list[Finding]:

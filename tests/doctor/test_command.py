@@ -25,7 +25,17 @@ CONFIG = str(ROOT / "configs" / "cpu_odc_nopad.yaml")
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Without what would make this machine look like part of a job."""
-    unset = ("PRIMUS_PATH", "MASTER_ADDR", "NNODES", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PRIMUS_PATCHES")
+    unset = (
+        "PRIMUS_PATH",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NNODES",
+        "NODE_RANK",
+        "WORLD_SIZE",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "PRIMUS_PATCHES",
+    )
     return {key: value for key, value in os.environ.items() if key not in unset} | {"PRIMUS_WORKSPACE": str(tmp_path)}
 
 
@@ -69,12 +79,24 @@ def test_problems_end_with_status_1_and_are_all_that_is_printed(environment: dic
         assert text in " ".join(" ".join(lines).split())
 
 
+@pytest.mark.timeout(180)
+def test_a_locale_of_ascii_names_what_is_wrong_all_the_same(environment: dict[str, str], tmp_path: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    (tmp_path / "e.yaml").write_text(f"extends: [{CONFIG}]\nenv:\n  LABEL: café\n", encoding="utf-8")
+    names = {"MASTER_ADDR": "bücher", "GLOO_SOCKET_IFNAME": "nö0", "NNODES": "zwölf"}
+    result = doctor(environment | ascii_only | names, str(tmp_path / "e.yaml"), "--ranks", "2", "--quiet")
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    lines = {line.split()[1]: line for line in result.stdout.splitlines() if line.startswith("problem ")}
+    assert set(lines) >= {"MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NNODES", "configuration"}, result.stdout
+    assert "e.yaml: env.LABEL: this locale's encoding (ascii) has no '\\xe9'" in " ".join(result.stdout.split())
+
+
 @pytest.fixture
 def no_child(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """What stands in for the stages of the child process."""
     findings: list[Finding] = []
     monkeypatch.setattr(command, "run_stages", lambda *_: findings)
-    for name in ("PRIMUS_PATH", "MASTER_ADDR", "NNODES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for name in ("PRIMUS_PATH", "MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     return findings
 

@@ -77,6 +77,12 @@ def test_master(addresses: dict[str, list[str]], job: Job, master: str, node_ran
     assert finding.severity == severity and text in finding.found + finding.setting
 
 
+@pytest.mark.parametrize("name", ["node..1", "n" * 70, "\udcc3\udcbc"], ids=["empty label", "long label", "no text"])
+def test_a_name_that_cannot_be_asked_for(name: str) -> None:
+    finding = only(network.check_master(ONE, {"MASTER_ADDR": name}))
+    assert finding.severity == "problem" and "does not resolve (no host name:" in finding.found
+
+
 @pytest.mark.parametrize(
     ("job", "known", "environment", "expected"),
     [
