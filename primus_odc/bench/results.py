@@ -39,9 +39,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def identity(commit: str | None) -> dict[str, Any]:
-    """Commit, machine and versions: what decides whether measurements belong into one table. ``commit``: instead of what git says."""
+    """Commit, machine and versions: what decides whether measurements belong into one table. ``commit``: instead of what git says. Among
+    the versions is the digest of the package's sources, so that copies of which git cannot tell the commit are told apart."""
     versions = describe_versions()
-    found = versions.pop("commit", None)
+    found = versions.pop("commit")
     return {"commit": commit or found, "machine": describe_machine(), "versions": versions}
 
 

@@ -5,6 +5,7 @@ No host name, user name or path is read. torch is only asked when the process ha
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -17,6 +18,7 @@ import primus_odc
 
 PACKAGES = ("torch", "megatron-core", "numpy")
 GIT_TIMEOUT_S = 5.0
+UNKNOWN = "unknown"
 
 
 def describe_machine() -> dict[str, object]:
@@ -38,17 +40,15 @@ def describe_machine() -> dict[str, object]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of Python, of the packages involved that are installed, and the commit where the package runs from its own repository."""
+    """Versions of Python and of the packages involved that are installed; ``commit``: see :func:`source_commit`, ``unknown`` where git
+    cannot tell; ``sources``: :func:`source_digest`, which is that of what runs, whatever git says."""
     versions = {"python": platform.python_version(), "primus_odc": primus_odc.__version__}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    commit = source_commit()
-    if commit is not None:
-        versions["commit"] = commit
-    return versions
+    return versions | {"commit": source_commit() or UNKNOWN, "sources": source_digest()}
 
 
 def source_commit() -> str | None:
@@ -60,6 +60,17 @@ def source_commit() -> str | None:
     if commit is None:
         return None
     return commit + ("+" if _git(folder, "status", "--porcelain", "--", ".") else "")
+
+
+def source_digest() -> str:
+    """The first 12 hexadecimal digits of a SHA-256 over names and contents of the package's own Python files: two copies of a tree have the
+    same exactly if they would run the same, with ``.git`` or without."""
+    folder = Path(primus_odc.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def describe_command(argv: list[str]) -> str:
