@@ -1,6 +1,6 @@
 """Records of a comparison and everything made from them: ``result.json``, the table, the page, and the logs of single runs. numpy only."""
 
-from primus_odc.report.ladder import Ladder, LadderSplit
+from primus_odc.report.ladder import Ladder, LadderSplit, Part
 from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, compare_logs, read_step_log
 from primus_odc.report.result import ArmPhases, ArmResult, ComparisonResult
 from primus_odc.report.timeline import Span, SpanRecorder, Timeline, compute_table, make_timeline
@@ -12,6 +12,7 @@ __all__ = [
     "Ladder",
     "LadderSplit",
     "LogHeader",
+    "Part",
     "Span",
     "SpanRecorder",
     "StepLogWriter",

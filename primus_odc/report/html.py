@@ -16,7 +16,7 @@ from primus_odc.report.result import ComparisonResult
 from primus_odc.report.style import STYLE
 from primus_odc.report.table import HEADINGS, cells
 from primus_odc.report.timeline_figure import timeline_figure
-from primus_odc.report.wording import NOISE, rungs, sentences
+from primus_odc.report.wording import LADDER_DEFINITION, NOISE, TABLE_DEFINITION, rungs, sentences
 
 WIDE, HALF, NARROW = 1032.0, 494.0, 358.0
 
@@ -46,7 +46,7 @@ def render_page(result: ComparisonResult) -> str:
     body = [
         f"<header><h1>Training with {escape(arms)}</h1><p class='lead'>{escape(subtitle(result))}</p></header>",
         f"<div class='tiles'>{''.join(_tiles(result))}</div><ul class='said'>{said}</ul>",
-        _section("All arms", "", _table(result)),
+        _section("All arms", TABLE_DEFINITION, _table(result)),
         _ladder(result),
         _timeline(result),
         f"<div class='pair'>{loss}{steps}</div>",
@@ -84,7 +84,7 @@ def _tiles(result: ComparisonResult) -> list[str]:
     if best is not None:
         ratio = result.speedup[best]
         verdict = "" if abs(ratio - 1) <= NOISE else "better" if ratio > 1 else "worse"
-        tiles.append(_tile(f"{ratio:.2f}x", f"speed of {best}, {result.baseline} is 1", verdict))
+        tiles.append(_tile(f"{ratio:.2f}x", f"speed of {best} step by step, {result.baseline} is 1", verdict))
         if best in result.ideal_share:
             tiles.append(_tile(f"{100 * result.ideal_share[best]:.0f} %", f"of the ideal speed reached by {best}"))
         base_idle, own_idle = (100 * sum(result[arm].idle_fraction) / result[arm].world_size for arm in (result.baseline, best))
@@ -114,7 +114,7 @@ def _ladder(result: ComparisonResult) -> str:
         return _section("The ladder", "Needs nccl_pad, odc_pad and odc_nopad in one comparison.", "")
     caption = (
         "Where the time between two arms goes, split with the help of compute times: what a perfect network would not change, "
-        "and what only the library costs."
+        f"and what only the library costs. {LADDER_DEFINITION}"
     )
     return _section("The ladder", caption, _figure(result, ladder_figure, "ladder", WIDE) + f"<dl class='notes'>{''.join(parts)}</dl>")
 

@@ -27,9 +27,10 @@ and free(C) <= lockstep(C) always. With t(arm) the measured step and o(arm) its 
 times, and what that disturbance costs belongs to ``library``, not to ``waiting``. Collectives meet at every *layer*, so lockstep(P) is a
 lower bound; waiting inside a microbatch also ends up in ``library``. Every negative value is a loss and is shown as one.
 
-Over the steps: ``t`` is each arm's median (the very number in the table), waiting, plan and overheads are medians of their values per
-step, and ``library`` and ``plan_rest`` close the sum, so that ``t(nccl_pad) = t(ideal) + remaining + plan + plan_rest + waiting +
-library`` holds exactly.
+Over the steps, everything between two arms is a difference taken step by step, of which the median and the quartiles are shown, as
+speed-ups are ratios taken step by step: so a part, the saving it belongs to and the speed-up of the same two arms cannot contradict each
+other. The price: medians need not add up. Within a step the sums are exact (``nccl_pad - odc_pad = waiting + library`` and so on), over
+the steps the parts' medians add up to that of their sum only nearly, and no more do they to the difference of the arms' median times.
 """
 
 from __future__ import annotations
@@ -45,52 +46,70 @@ ComputeTable = Sequence[Sequence[float]]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Part:
+    """Milliseconds that a step saves on the way from one arm to another, or a part of them; negative where time is added."""
+
+    ms: float
+    """Median over the steps of what it is in each."""
+    quartiles: list[float]
+    """``[q1, q3]`` over the steps."""
+
+    def __post_init__(self) -> None:
+        if len(self.quartiles) != 2:
+            raise DataError("quartiles is not [q1, q3]")
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Part:
+        """Of one value per step."""
+        return cls(ms=median(values), quartiles=quartiles(values))
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class LadderSplit:
-    """What the rungs are made of; milliseconds per step, quartiles ``[q1, q3]`` over the steps."""
+    """What the rungs are made of; milliseconds per step."""
 
     lockstep_ms: float
-    """The padded plan's compute with a meeting after every microbatch."""
+    """The padded plan's compute with a meeting after every microbatch; median."""
     free_padded_ms: float
-    """The padded plan's compute with one meeting at the end."""
+    """The padded plan's compute with one meeting at the end; median."""
     free_balanced_ms: float
-    """The balanced plan's compute with one meeting at the end."""
-    waiting_ms: float
+    """The balanced plan's compute with one meeting at the end; median."""
+    waiting: Part
     """Removed waiting: ``lockstep - free_padded``."""
-    waiting_quartiles: list[float]
-    """Of ``waiting_ms`` over the steps."""
-    library_ms: float
+    library: Part
     """Rest of the first rung: what the collective library cost beyond on-demand transfers."""
-    plan_ms: float
+    plan: Part
     """Removed padding and imbalance: ``free_padded - free_balanced``."""
-    plan_quartiles: list[float]
-    """Of ``plan_ms`` over the steps."""
-    plan_rest_ms: float
+    plan_rest: Part
     """Rest of the second rung: transfers saved (or added) with the number of microbatches."""
     overhead_ms: dict[str, float]
-    """Per arm: the step less the optimizer less the schedule computed from compute times alone."""
+    """Per arm: the step less the optimizer less the schedule computed from compute times alone; median."""
     padded_source: str
     """The arm whose compute times stand for the padded plan."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Ladder:
-    """The rungs in milliseconds per step (medians), and what they are made of where compute times were recorded."""
+    """The rungs in milliseconds per step, and what they are made of where compute times were recorded."""
 
     nccl_pad_ms: float
-    """Measured."""
+    """Measured; median."""
     odc_pad_ms: float
-    """Measured."""
+    """Measured; median."""
     odc_nopad_ms: float
-    """Measured."""
+    """Measured; median."""
+    communication: Part
+    """First rung, ``nccl_pad - odc_pad``: the same plan, on demand."""
+    plan: Part
+    """Second rung, ``odc_pad - odc_nopad``: each rank its own count."""
+    saved: Part
+    """Both, ``nccl_pad - odc_nopad``."""
     ideal_ms: float | None = None
-    """Measured in the same run without communication; None where it was not run."""
+    """Measured in the same run without communication, median; None where it was not run."""
+    remaining: Part | None = None
+    """``odc_nopad - ideal``: what is left to win; None without ideal."""
     split: LadderSplit | None = None
     """None where an arm's times per microbatch were not recorded."""
-
-    @property
-    def remaining_ms(self) -> float | None:
-        """``odc_nopad - ideal``: what is left to win."""
-        return None if self.ideal_ms is None else self.odc_nopad_ms - self.ideal_ms
 
 
 def lockstep_ms(table: ComputeTable) -> float:
@@ -130,24 +149,26 @@ def split_ladder(
     lockstep = [lockstep_ms(table) for table in padded]
     free_padded = [free_ms(table) for table in padded]
     free_balanced = [free_ms(table) for table in balanced]
-    waiting = [a - b for a, b in zip(lockstep, free_padded, strict=True)]
-    plan = [a - b for a, b in zip(free_padded, free_balanced, strict=True)]
+    waiting = differences(lockstep, free_padded)
+    plan = differences(free_padded, free_balanced)
     schedules = {"nccl_pad": lockstep, "odc_pad": free_padded, "odc_nopad": free_balanced}
     overhead = {}
     for arm, schedule in schedules.items():
         optimizer = optimizer_ms.get(arm, [0.0] * len(schedule))
         overhead[arm] = median([t - o - s for t, o, s in zip(step_ms[arm], optimizer, schedule, strict=True)])
-    levels = {arm: median(step_ms[arm]) for arm in schedules}
     return LadderSplit(
         lockstep_ms=median(lockstep),
         free_padded_ms=median(free_padded),
         free_balanced_ms=median(free_balanced),
-        waiting_ms=median(waiting),
-        waiting_quartiles=quartiles(waiting),
-        library_ms=levels["nccl_pad"] - levels["odc_pad"] - median(waiting),
-        plan_ms=median(plan),
-        plan_quartiles=quartiles(plan),
-        plan_rest_ms=levels["odc_pad"] - levels["odc_nopad"] - median(plan),
+        waiting=Part.of(waiting),
+        library=Part.of(differences(differences(step_ms["nccl_pad"], step_ms["odc_pad"]), waiting)),
+        plan=Part.of(plan),
+        plan_rest=Part.of(differences(differences(step_ms["odc_pad"], step_ms["odc_nopad"]), plan)),
         overhead_ms=overhead,
         padded_source=padded_source,
     )
+
+
+def differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """``a[s] - b[s]`` for every step."""
+    return [x - y for x, y in zip(a, b, strict=True)]

@@ -8,8 +8,9 @@ Every list over steps covers *all* steps, warm-up included, so that loss curves 
 
     speedup[arm] = median over the measured steps of ms(baseline, step) / ms(arm, step)
 
-a paired ratio: both arms ran the same minibatch at that step. Its quartiles stand beside it in ``spread``. ``baseline`` is nccl_pad
-wherever it ran.
+a paired ratio: both arms ran the same minibatch at that step. Its quartiles stand beside it in ``spread``. Whatever compares two arms is
+made so, step by step and then the median, and never of two medians: those of times alone are ``ms_per_step_median`` and ``ideal_ms``.
+``baseline`` is nccl_pad wherever it ran.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from pathlib import Path
 from primus_odc.errors import DataError
 from primus_odc.report import schema
 from primus_odc.report.arm import ArmPhases, ArmResult, measured_steps
-from primus_odc.report.ladder import Ladder, split_ladder
+from primus_odc.report.ladder import Ladder, Part, differences, split_ladder
 from primus_odc.report.stats import median, paired_ratios, quartiles, relative_differences
 from primus_odc.report.timeline import Timeline
 
 __all__ = ["BASELINE", "FORMAT", "ArmPhases", "ArmResult", "ComparisonResult", "measured_steps"]
 
-FORMAT = 1
+FORMAT = 2
 BASELINE = "nccl_pad"
 
 
@@ -141,7 +142,7 @@ class ComparisonResult:
             agreement={
                 arm.arm: max((d for d in relative_differences(arm.loss, base.loss) if d is not None), default=0.0) for arm in others
             },
-            ladder=build_ladder({arm.arm: arm for arm in arms}, steps, ideal_ms),
+            ladder=build_ladder({arm.arm: arm for arm in arms}, steps, ideal_ms_per_step),
             timelines=list(timelines),
             config=config or {},
             seed=seed,
@@ -193,11 +194,12 @@ def check_arms(arms: Sequence[ArmResult], ideal_ms_per_step: Sequence[float] | N
         raise DataError(f"ideal_ms_per_step has {len(ideal_ms_per_step)} steps, the arms have {steps}")
 
 
-def build_ladder(arms: dict[str, ArmResult], steps: Sequence[int], ideal_ms: float | None) -> Ladder | None:
+def build_ladder(arms: dict[str, ArmResult], steps: Sequence[int], ideal_ms_per_step: Sequence[float] | None) -> Ladder | None:
     """The ladder over the measured steps; None unless its three arms ran, without a split where compute times are missing."""
     rungs = ("nccl_pad", "odc_pad", "odc_nopad")
     if any(name not in arms for name in rungs):
         return None
+    step_ms: dict[str, Sequence[float]] = {name: [arms[name].ms_per_step[step] for step in steps] for name in rungs}
     split = None
     padded_source = next((name for name in ("odc_pad", "nccl_pad") if arms[name].microbatch_ms is not None), None)
     balanced = arms["odc_nopad"].microbatch_ms
@@ -209,16 +211,21 @@ def build_ladder(arms: dict[str, ArmResult], steps: Sequence[int], ideal_ms: flo
             if phases is not None and phases.optimizer_ms is not None:
                 optimizer_ms[name] = [max(phases.optimizer_ms[step]) for step in steps]
         split = split_ladder(
-            step_ms={name: [arms[name].ms_per_step[step] for step in steps] for name in rungs},
+            step_ms=step_ms,
             padded=[padded[step] for step in steps],
             balanced=[balanced[step] for step in steps],
             optimizer_ms=optimizer_ms,
             padded_source=padded_source,
         )
+    ideal = None if ideal_ms_per_step is None else [ideal_ms_per_step[step] for step in steps]
     return Ladder(
         nccl_pad_ms=arms["nccl_pad"].ms_per_step_median,
         odc_pad_ms=arms["odc_pad"].ms_per_step_median,
         odc_nopad_ms=arms["odc_nopad"].ms_per_step_median,
-        ideal_ms=ideal_ms,
+        communication=Part.of(differences(step_ms["nccl_pad"], step_ms["odc_pad"])),
+        plan=Part.of(differences(step_ms["odc_pad"], step_ms["odc_nopad"])),
+        saved=Part.of(differences(step_ms["nccl_pad"], step_ms["odc_nopad"])),
+        ideal_ms=None if ideal is None else median(ideal),
+        remaining=None if ideal is None else Part.of(differences(step_ms["odc_nopad"], ideal)),
         split=split,
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from primus_odc.report.result import ArmResult, ComparisonResult
 from primus_odc.report.stats import last_mean
-from primus_odc.report.wording import rungs, sentences
+from primus_odc.report.wording import LADDER_DEFINITION, TABLE_DEFINITION, rungs, sentences
 
 WIDTH = 100
 BAR_WIDTH = 30
@@ -17,6 +17,7 @@ HEADINGS = ("arm", "ms/step [quartiles]", "tokens/s", "speed-up", "of ideal", "i
 def render_table(result: ComparisonResult) -> str:
     """The whole text, ending in a newline."""
     blocks = ["\n".join(_align([HEADINGS, *(cells(result, arm) for arm in result.arms), *_ideal_row(result)]))]
+    blocks[0] += "\n" + _wrap(TABLE_DEFINITION)
     ladder = ladder_lines(result)
     if ladder:
         blocks.append("\n".join(ladder))
@@ -49,13 +50,14 @@ def ladder_lines(result: ComparisonResult) -> list[str]:
     if not lines:
         return []
     longest = max(line.ms for line in lines)
-    texts = ["ladder, ms per step"]
+    texts = [textwrap.fill(f"ladder, ms per step. {LADDER_DEFINITION}", WIDTH)]
     for line in lines:
-        if line.level:
+        if line.quartiles is None:
             bar = "#" * max(1, round(BAR_WIDTH * line.ms / longest))
             texts.append(f"  {line.name:<28}{line.ms:>10.1f}  {bar}")
         else:
-            texts.append(f"    {line.name:<26}{-line.ms:>+10.1f}  {line.meaning}")
+            high, low = (f"{-ms:+.1f}" for ms in line.quartiles)
+            texts.append(f"    {line.name:<26}{-line.ms:>+10.1f} {f'[{low} {high}]':<19}  {line.meaning}")
     return texts
 
 

@@ -1,9 +1,14 @@
-"""What the numbers mean, in sentences; the terminal and the page say the same. Losses are worded as plainly as wins."""
+"""What the numbers mean, in sentences; the terminal and the page say the same. Losses are worded as plainly as wins.
+
+Whatever compares two arms here was taken step by step (a ratio, or a difference in milliseconds) before its median and quartiles.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from primus_odc.report.ladder import Part
 from primus_odc.report.result import ArmResult, ComparisonResult
 from primus_odc.report.stats import LAST, last_mean, median, paired_ratios, quartiles
 
@@ -11,6 +16,13 @@ NOISE = 0.01
 """A median ratio within one per cent of 1 is called equal."""
 AGREEMENT_BOUND = 1e-5
 """The relative loss difference that arms keep in fp32."""
+TABLE_DEFINITION = (
+    "ms/step and tokens/s: median [quartiles] of the steps. speed-up, of ideal: the ratio in every step, then the median, which is not the "
+    "ratio of two medians. idle: of all measured time, per rank."
+)
+LADDER_DEFINITION = (
+    "Arms: median of the steps. Between them: the difference in every step, then the median [quartiles]; medians need not add up."
+)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -19,35 +31,45 @@ class Rung:
 
     name: str
     ms: float
-    level: bool
-    """True: ``ms`` is the time of a step. False: ``ms`` is taken off by the step down; negative means that time was added."""
+    quartiles: Sequence[float] | None = None
+    """None: a level, ``ms`` is the median time of a step. Else a part, and ``ms`` and these are what the step down takes off, step by step;
+    negative means that time was added."""
     meaning: str = ""
+
+    @property
+    def level(self) -> bool:
+        """Whether it is a level."""
+        return self.quartiles is None
 
 
 def rungs(result: ComparisonResult) -> list[Rung]:
-    """The ladder from top to bottom; empty without one. Parts between two levels add up to their difference."""
+    """The ladder from top to bottom; empty without one."""
     ladder = result.ladder
     if ladder is None:
         return []
     split = ladder.split
-    lines = [Rung(name="nccl_pad", ms=ladder.nccl_pad_ms, level=True)]
+    lines = [Rung(name="nccl_pad", ms=ladder.nccl_pad_ms)]
     if split is None:
-        lines.append(Rung(name="communication", ms=ladder.nccl_pad_ms - ladder.odc_pad_ms, level=False, meaning="same plan, on demand"))
+        lines.append(_step("communication", ladder.communication, "same plan, on demand"))
     else:
-        library = f"{collective_library(result)} {'slower' if split.library_ms >= 0 else 'FASTER'} than on-demand transfers"
-        lines.append(Rung(name="removed waiting", ms=split.waiting_ms, level=False, meaning="no meeting after every microbatch"))
-        lines.append(Rung(name="collective library", ms=split.library_ms, level=False, meaning=library))
-    lines.append(Rung(name="odc_pad", ms=ladder.odc_pad_ms, level=True))
+        library = f"{collective_library(result)} {'slower' if split.library.ms >= 0 else 'FASTER'} than on demand"
+        lines.append(_step("removed waiting", split.waiting, "no meeting after every microbatch"))
+        lines.append(_step("collective library", split.library, library))
+    lines.append(Rung(name="odc_pad", ms=ladder.odc_pad_ms))
     if split is None:
-        lines.append(Rung(name="plan", ms=ladder.odc_pad_ms - ladder.odc_nopad_ms, level=False, meaning="each rank its own count"))
+        lines.append(_step("plan", ladder.plan, "each rank its own count"))
     else:
-        lines.append(Rung(name="removed padding", ms=split.plan_ms, level=False, meaning="balanced over the whole minibatch"))
-        lines.append(Rung(name="other effects of the plan", ms=split.plan_rest_ms, level=False, meaning="fewer or more transfers"))
-    lines.append(Rung(name="odc_nopad", ms=ladder.odc_nopad_ms, level=True))
-    if ladder.ideal_ms is not None and ladder.remaining_ms is not None:
-        lines.append(Rung(name="remaining", ms=ladder.remaining_ms, level=False, meaning="communication and waiting that are left"))
-        lines.append(Rung(name="ideal", ms=ladder.ideal_ms, level=True, meaning="no communication"))
+        lines.append(_step("removed padding", split.plan, "balanced over the whole minibatch"))
+        lines.append(_step("other effects of the plan", split.plan_rest, "fewer or more transfers"))
+    lines.append(Rung(name="odc_nopad", ms=ladder.odc_nopad_ms))
+    if ladder.ideal_ms is not None and ladder.remaining is not None:
+        lines.append(_step("remaining", ladder.remaining, "communication and waiting left"))
+        lines.append(Rung(name="ideal", ms=ladder.ideal_ms, meaning="no communication"))
     return lines
+
+
+def _step(name: str, part: Part, meaning: str) -> Rung:
+    return Rung(name=name, ms=part.ms, quartiles=part.quartiles, meaning=meaning)
 
 
 def collective_library(result: ComparisonResult) -> str:
@@ -75,22 +97,19 @@ def ladder_sentence(result: ComparisonResult) -> str | None:
     if ladder is None or ladder.split is None:
         return None
     split = ladder.split
-    total = ladder.nccl_pad_ms - ladder.odc_nopad_ms
+    library = "slow" if split.library.ms >= 0 else "faster than on-demand transfers"
     parts = (
-        (split.waiting_ms, "removed waiting"),
-        (split.plan_ms, "removed padding and imbalance"),
-        (
-            split.library_ms,
-            f"only {collective_library(result)} being {'slow' if split.library_ms >= 0 else 'faster than on-demand transfers'}",
-        ),
-        (split.plan_rest_ms, "other effects of the plan"),
+        (split.waiting, "removed waiting"),
+        (split.plan, "removed padding and imbalance"),
+        (split.library, f"only {collective_library(result)} being {library}"),
+        (split.plan_rest, "other effects of the plan"),
     )
-    listed = ", ".join(f"{_signed(ms)} ms {name}" for ms, name in parts)
-    verb = "saves" if total >= 0 else "LOSES"
-    waiting, plan = (f"{_signed(low)} to {_signed(high)}" for low, high in (split.waiting_quartiles, split.plan_quartiles))
+    listed = ", ".join(f"{_signed(part.ms)} [{_signed(part.quartiles[0])} {_signed(part.quartiles[1])}] ms {name}" for part, name in parts)
+    verb = "saves" if ladder.saved.ms >= 0 else "LOSES"
+    spread = f"saved in the middle half of the steps: {_signed(ladder.saved.quartiles[0])} to {_signed(ladder.saved.quartiles[1])}"
     return (
-        f"From nccl_pad to odc_nopad a step {verb} {_ms(abs(total))} ms: {listed}. The middle half of the steps has "
-        f"{waiting} ms of waiting and {plan} ms of padding; the other two parts are what is left over, noise included."
+        f"From nccl_pad to odc_nopad a step {verb} {_ms(abs(ladder.saved.ms))} ms ({spread}): {listed}. "
+        "Waiting and padding are computed from compute times; the other two parts are what is left over of a step, noise included."
     )
 
 
@@ -112,10 +131,7 @@ def sentences(result: ComparisonResult) -> list[str]:
     skipped = result.arms[0].skipped_steps
     left_out = ["the first step" if result.warmup_steps == 1 else f"the first {result.warmup_steps} steps"] if result.warmup_steps else []
     left_out += [f"{_steps(len(skipped))} without a target"] if skipped else []
-    said.append(
-        f"Measured over {_steps(len(result.steps))}{'; left out: ' if left_out else ''}{' and '.join(left_out)}. Times are medians "
-        "[quartiles], ratios are taken step by step."
-    )
+    said.append(f"Measured over {_steps(len(result.steps))}{'; left out: ' if left_out else ''}{' and '.join(left_out)}.")
     return said
 
 

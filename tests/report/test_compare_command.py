@@ -58,7 +58,7 @@ def test_arms_are_run_by_the_other_half(tmp_path: Path, monkeypatch: pytest.Monk
         "steps": 3,
         "nproc": 2,
     }
-    assert json.loads((tmp_path / "result.json").read_text())["format"] == 1
+    assert json.loads((tmp_path / "result.json").read_text())["format"] == 2
 
 
 def test_all_wrong_options_at_once() -> None:

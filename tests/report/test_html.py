@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from primus_odc.report.html import render_page
+from primus_odc.report.ladder import Part
 from primus_odc.report.result import ComparisonResult
 from primus_odc.report.svg import Scale, legend
 from primus_odc.report.timeline import Span
@@ -99,7 +100,8 @@ def test_coordinates_stay_inside(page: str) -> None:
 def test_a_ladder_that_climbs_stays_inside(result: ComparisonResult) -> None:
     """A plan that adds 500 ms, more than made up for by its fewer transfers."""
     assert result.ladder is not None and result.ladder.split is not None
-    split = replace(result.ladder.split, plan_ms=-500.0, plan_rest_ms=result.ladder.odc_pad_ms - result.ladder.odc_nopad_ms + 500.0)
+    rest = Part.of([result.ladder.odc_pad_ms - result.ladder.odc_nopad_ms + 500.0])
+    split = replace(result.ladder.split, plan=Part.of([-500.0]), plan_rest=rest)
     page = render_page(replace(result, ladder=replace(result.ladder, split=split)))
     assert 'class="added"' in page and "+500.0" in page
     test_coordinates_stay_inside(page)

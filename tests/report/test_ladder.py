@@ -39,10 +39,10 @@ def test_split_by_hand() -> None:
         padded_source="odc_pad",
     )
     assert (split.lockstep_ms, split.free_padded_ms, split.free_balanced_ms) == (70, 50, 44)
-    assert split.waiting_ms == 20
-    assert split.library_ms == 100 - 62 - 20
-    assert split.plan_ms == 6
-    assert split.plan_rest_ms == 62 - 58 - 6
+    assert split.waiting.ms == 20
+    assert split.library.ms == 100 - 62 - 20
+    assert split.plan.ms == 6
+    assert split.plan_rest.ms == 62 - 58 - 6
     assert split.overhead_ms == {"nccl_pad": 25, "odc_pad": 7, "odc_nopad": 9}
 
 
@@ -56,11 +56,11 @@ def test_split_takes_medians_over_steps() -> None:
         optimizer_ms={},
         padded_source="nccl_pad",
     )
-    assert split.waiting_ms == 5
-    assert split.waiting_quartiles == [3, 7]
-    assert split.library_ms == 31 - 20 - 5
-    assert split.plan_ms == 0
-    assert split.plan_rest_ms == -1
+    assert (split.waiting.ms, split.waiting.quartiles) == (5, [3, 7])
+    # 30 - 20 - 1, 31 - 20 - 9 and 90 - 20 - 5; of medians it would be 31 - 20 - 5.
+    assert (split.library.ms, split.library.quartiles) == (9, [5.5, 37])
+    assert split.plan.ms == 0
+    assert (split.plan_rest.ms, split.plan_rest.quartiles) == (-1, [-1, -1])
     assert split.overhead_ms["nccl_pad"] == 11
 
 

@@ -59,12 +59,28 @@ def test_first_arm_is_the_baseline_without_nccl_pad() -> None:
     assert (result.baseline, result.speedup) == ("odc_pad", {"odc_nopad": 2.0})
 
 
-def test_ladder_closes_exactly() -> None:
-    ladder = make_comparison(steps=6, ranks=2).ladder
-    assert ladder is not None and ladder.split is not None and ladder.remaining_ms is not None and ladder.ideal_ms is not None
+def test_ladder_takes_differences_step_by_step() -> None:
+    """Made by hand from the steps; all differ from the differences of the medians."""
+    ms = {"nccl_pad": [1, 100, 60, 80], "odc_pad": [1, 90, 70, 60], "odc_nopad": [1, 95, 40, 65]}
+    arms = [arm(name, [float(value) for value in values], [1.0] * 4) for name, values in ms.items()]
+    ladder = ComparisonResult.build(arms=arms, warmup_steps=1, machine={}, ideal_ms_per_step=[1, 20, 30, 50]).ladder
+    assert ladder is not None and ladder.split is None and ladder.remaining is not None
+    assert (ladder.nccl_pad_ms, ladder.odc_pad_ms, ladder.odc_nopad_ms, ladder.ideal_ms) == (80, 70, 65, 30)
+    assert (ladder.communication.ms, ladder.communication.quartiles) == (10, [0, 15])
+    assert (ladder.plan.ms, ladder.plan.quartiles) == (-5, [-5, 12.5])
+    assert (ladder.saved.ms, ladder.saved.quartiles) == (15, [10, 17.5])
+    assert (ladder.remaining.ms, ladder.remaining.quartiles) == (15, [12.5, 45])
+
+
+def test_ladder_closes_within_a_step() -> None:
+    result = make_comparison(steps=3, ranks=2)  # two of them are warm-up
+    ladder = result.ladder
+    assert ladder is not None and ladder.split is not None and ladder.remaining is not None and ladder.ideal_ms is not None
     split = ladder.split
-    parts = split.waiting_ms + split.library_ms + split.plan_ms + split.plan_rest_ms + ladder.remaining_ms
+    parts = split.waiting.ms + split.library.ms + split.plan.ms + split.plan_rest.ms + ladder.remaining.ms
     assert ladder.ideal_ms + parts == pytest.approx(ladder.nccl_pad_ms, rel=1e-12)
+    assert split.waiting.ms + split.library.ms == pytest.approx(ladder.communication.ms)
+    assert split.plan.ms + split.plan_rest.ms == pytest.approx(ladder.plan.ms)
     assert split.padded_source == "odc_pad"
 
 
@@ -112,7 +128,8 @@ def change(value: Any, path: list[str | int], new: Any) -> None:
         (["speedup", "odc"], 1.0, "odc"),
         (["timelines", 0, "spans", 0, "kind"], "nap", r"timelines\[0\]\.spans\[0\]\.kind: 'nap' is not one of 'forward'"),
         (["ideal_ms_per_step"], [1.0], "ideal_ms_per_step has 1 steps"),
-        (["ladder", "split", "plan_ms"], "x", r"ladder\.split\.plan_ms: expected a number"),
+        (["ladder", "split", "plan", "ms"], "x", r"ladder\.split\.plan\.ms: expected a number"),
+        (["ladder", "saved", "quartiles"], [1.0], r"ladder\.saved: quartiles is not \[q1, q3\]"),
         (["format"], 99, "format 99"),
         (["baseline"], "stock", "stock"),
     ],

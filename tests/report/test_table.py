@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from primus_odc.report.ladder import Part
 from primus_odc.report.result import ArmResult, ComparisonResult
 from primus_odc.report.table import WIDTH, cells, ladder_lines, render_table
 from primus_odc.report.wording import loss_sentence, rungs, sentences
@@ -57,7 +58,7 @@ def test_the_end_of_the_loss_is_named_after_its_steps(losses: list[float | None]
 
 def test_what_is_left_out_is_counted(result: ComparisonResult) -> None:
     for warmup, said in ((0, "8 steps. "), (1, "7 steps; left out: the first step. "), (7, "1 step; left out: the first 7 steps. ")):
-        assert sentences(replace(result, warmup_steps=warmup))[-1].startswith(f"Measured over {said}")
+        assert sentences(replace(result, warmup_steps=warmup))[-1].startswith(f"Measured over {said.strip()}")
 
 
 def test_cells_by_hand(result: ComparisonResult) -> None:
@@ -69,15 +70,35 @@ def test_cells_by_hand(result: ComparisonResult) -> None:
     assert row[5] == "10-30 %"
 
 
-def test_rungs_step_down_exactly(result: ComparisonResult) -> None:
-    level = None
-    for rung in rungs(result):
-        if rung.level:
-            assert level is None or rung.ms == pytest.approx(level)
-            level = rung.ms
-        else:
-            assert level is not None
-            level -= rung.ms
+def test_a_speed_up_and_what_a_step_saves_cannot_contradict() -> None:
+    """odc_nopad wins in most steps, and yet its median step is the longer one."""
+    steps = {"nccl_pad": [40.0, 41.0, 100.0], "odc_pad": [40.0, 41.0, 100.0], "odc_nopad": [39.0, 70.0, 50.0]}
+    arms = [
+        ArmResult.measure(
+            arm=name,
+            ms_per_step=ms,
+            loss=[1.0] * 3,
+            grad_norm=[1.0] * 3,
+            tokens=[1] * 3,
+            microbatches=[[1]] * 3,
+            busy_ms=[[1.0]] * 3,
+            warmup_steps=0,
+            microbatch_ms=[[[1.0]]] * 3,
+        )
+        for name, ms in steps.items()
+    ]
+    result = ComparisonResult.build(arms=arms, warmup_steps=0, machine={})
+    assert arms[2].ms_per_step_median > arms[0].ms_per_step_median
+    said = " ".join(sentences(result))
+    assert "odc_nopad is 1.03 times as fast as nccl_pad" in said
+    assert "From nccl_pad to odc_nopad a step saves 1.0 ms (saved in the middle half of the steps: -14.0 to +25.5)" in said
+    assert "+1.0 [-14.0 +25.5] ms other effects of the plan" in said
+
+
+def test_what_the_figures_are_is_said_beside_them(result: ComparisonResult) -> None:
+    text = " ".join(render_table(result).split())
+    assert "speed-up, of ideal: the ratio in every step, then the median" in text
+    assert "ladder, ms per step. Arms: median of the steps. Between them: the difference in every step, then the median" in text
 
 
 def test_losses_are_as_plain_as_wins(result: ComparisonResult) -> None:
@@ -91,10 +112,10 @@ def test_losses_are_as_plain_as_wins(result: ComparisonResult) -> None:
 
 def test_time_added_has_a_plus(result: ComparisonResult) -> None:
     assert result.ladder is not None and result.ladder.split is not None
-    ladder = replace(result.ladder, split=replace(result.ladder.split, library_ms=-12.5))
+    ladder = replace(result.ladder, split=replace(result.ladder.split, library=Part.of([-20.0, -12.5, -10.0])))
     worse = replace(result, ladder=ladder)
-    assert any("collective library" in line and "+12.5" in line and "FASTER" in line for line in ladder_lines(worse))
-    assert "-12.5 ms only gloo being faster than on-demand transfers" in " ".join(sentences(worse))
+    assert any("collective library" in line and "+12.5 [+11.2 +16.2]" in line and "FASTER" in line for line in ladder_lines(worse))
+    assert "-12.5 [-16.2 -11.2] ms only gloo being faster than on-demand transfers" in " ".join(sentences(worse))
 
 
 def test_without_split_or_ladder(result: ComparisonResult) -> None:
