@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,7 +36,7 @@ from primus_odc.fsdp.gather import Into, OnDemandAllGather
 from primus_odc.fsdp.gradients import GradientStore
 from primus_odc.fsdp.mesh import Mesh, find_mesh
 from primus_odc.fsdp.microbatches import MicrobatchTracker
-from primus_odc.fsdp.norm import clip, global_norm
+from primus_odc.fsdp.norm import NormCheck, clip, global_norm
 from primus_odc.fsdp.probe import Unit, find_units
 from primus_odc.fsdp.reduce import ScatterAccumulate, Zeros
 from primus_odc.fsdp.verify import ReferenceCheck
@@ -121,6 +122,7 @@ class Engine:
         hooks = ForwardHooks(model, self._how["hsdp"], lambda: self._protocol.state is State.ACTIVE, self._reshard)
         self._handles = [*self._gradients.handles, *self._tracker.handles, *hooks.handles]
         self._norms = 0
+        self._norm_check = NormCheck(self._mesh, self._plane.lanes, self._device)
         self._stats: dict[str, Any] = self.totals()
         _ATTACHED.add(model)
         if self._mesh.rank == 0:
@@ -204,6 +206,7 @@ class Engine:
                 run(self._heap, self._protocol.land())
             self._published = {key: value - before[key] for key, value in self._moved().items()}
             self._edits.require_none()
+            self._norm_check.require_same()
             if self._reference is not None:
                 self._compare_shards()
 
@@ -211,17 +214,21 @@ class Engine:
         """Scale all gradients so that their global norm is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
-            The global norm before clipping: fp32, 0-dim, equal on all ranks. ``max_norm=inf`` only measures.
+            The global norm before clipping: fp32, 0-dim, equal on all ranks. ``max_norm=inf`` only measures. On a device NaN where ranks
+            asked for different norms, which a later call tells.
         """
-        norm = self._norm(norm_type)
+        norm = self._norm(norm_type, max_norm)
         clip(self._gradients, norm, max_norm)
         return norm.to(torch.float32)
 
     def grad_norm(self, norm_type: float | str = 2.0) -> float:
         """Global gradient norm over all shards, in fp64; called on every rank after settle."""
-        return float(self._norm(norm_type))
+        norm = float(self._norm(norm_type, math.inf))
+        with self._guard("grad_norm of all groups"):
+            self._norm_check.require_same()
+        return norm
 
-    def _norm(self, norm_type: float | str) -> torch.Tensor:
+    def _norm(self, norm_type: float | str, max_norm: float) -> torch.Tensor:
         norm_type = float(norm_type)  # torch takes "inf" too
         if not norm_type > 0.0:
             raise ValueError(f"norm_type is {norm_type:g}; a positive number or inf is needed")
@@ -234,7 +241,8 @@ class Engine:
                 )
             operation = f"grad_norm of all groups (epoch {epoch})"
             self._norms += 1
-            return global_norm(self._gradients, self._mesh, self._heap, self._protocol, norm_type, operation)
+            wanted = (norm_type, float(max_norm), self._norm_check, operation)
+            return global_norm(self._gradients, self._mesh, self._heap, self._protocol, *wanted)
 
     @property
     def rank(self) -> int:

@@ -260,6 +260,32 @@ def calls_of_one_rank_alone() -> None:
         dist.barrier()
 
 
+def norms_of_different_kinds() -> None:
+    """Told on every rank, with who differs; grad_norm() beside clipping is one of them."""
+    for mine, other in (
+        (lambda e: e.grad_norm(2.0), lambda e: e.grad_norm("inf")),
+        (lambda e: e.clip_grad_norm_(1.0, 2.0), lambda e: e.clip_grad_norm_(1.0, 1.0)),
+        (lambda e: e.clip_grad_norm_(1.0), lambda e: e.clip_grad_norm_(0.5)),
+        (lambda e: e.clip_grad_norm_(1.0), lambda e: e.grad_norm()),
+    ):
+        model, engine = _attached(timeout_s=60)
+        engine.begin_minibatch(1)
+        _backward(model)
+        engine.settle()
+        call: Callable[[Engine], object] = mine if dist.get_rank() == 0 else other
+        said = ("and rank 1 took another one", "norm_type and max_norm") if dist.get_rank() == 0 else ("and rank 0 took another one",)
+        with pytest.raises((ProtocolError, PeerError)) as caught:  # who comes second may hear it from the first
+            call(engine)
+        assert any(words in str(caught.value) for words in (*said, "rank 0 aborted", "rank 1 aborted")), str(caught.value)
+        dist.barrier()
+    model, engine = _attached()
+    engine.begin_minibatch(1)
+    _backward(model)
+    engine.settle()
+    assert engine.grad_norm("inf") == engine.grad_norm(float("inf")) == float(engine.clip_grad_norm_(float("inf"), "inf"))
+    engine.detach()
+
+
 def offloaded_parameters() -> None:
     model = shard(tiny_model(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     engine = primus_odc.attach(model)  # on the CPU, offloading moves nothing
@@ -271,6 +297,7 @@ def offloaded_parameters() -> None:
 
 ASSIGNED = ("blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()")
 ON_TWO: dict[str, Callable[[], None]] = {
+    "norms_of_different_kinds": norms_of_different_kinds,
     "wrong_options": wrong_options,
     "models_that_cannot_be_served": models_that_cannot_be_served,
     "a_refused_model_trains_natively_as_before": a_refused_model_trains_natively_as_before,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import time
@@ -222,6 +223,27 @@ def test_deterministic_runs_are_equal_bit_for_bit(monkeypatch: pytest.MonkeyPatc
     for runs in run_workers(same_bits, 2, timeout_s=110, gpu=True):
         assert torch.equal(runs[0], runs[1])
         assert torch.equal(runs[0], runs[2])
+
+
+def norms_of_different_kinds(rank: int, world_size: int) -> bool:
+    model = shard_wide(wide())
+    engine = primus_odc.attach(model)
+    engine.begin_minibatch(1)
+    loss(model, inputs(0, rank, 0)).backward()
+    engine.settle()
+    before = engine.totals()["collectives"]
+    norm = engine.clip_grad_norm_(1.0, 2.0 if rank == 0 else 1.0)
+    assert engine.totals()["collectives"] == before + 1 and math.isnan(float(norm))
+    torch.cuda.synchronize()
+    with pytest.raises((ProtocolError, PeerError), match="took another one"):
+        engine.publish()
+    return True
+
+
+@pytest.mark.timeout(120)
+def test_norms_of_different_kinds_are_no_number_and_told_by_the_next_publish() -> None:
+    require_gpus(2)
+    assert run_workers(norms_of_different_kinds, 2, timeout_s=100, gpu=True) == [True, True]
 
 
 def dropped_engines(rank: int, world_size: int) -> list[float]:
