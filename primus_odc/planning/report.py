@@ -6,6 +6,7 @@ arms' total predicted times over the same minibatches.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ import numpy.typing as npt
 from primus_odc.errors import PlanError
 from primus_odc.planning.cost import CostModel
 from primus_odc.planning.policies import plan_minibatch
-from primus_odc.planning.simulate import ARM_POLICY, ARMS, BASELINES, predict_step
+from primus_odc.planning.simulate import ARM_MEANING, ARM_POLICY, ARMS, BASELINES, predict_step
 
+_WIDTH = 118
 _EVEN = 1.01  # a predicted gain below this is within what communication itself can cost
 
 
@@ -72,6 +74,7 @@ def plan_report(lengths: npt.ArrayLike, settings: PlanSettings, *, source: str) 
         "max_tokens_per_microbatch": settings.max_tokens,
         "cost_model": settings.cost_model.name,
         "microbatch_cost": settings.cost_model.fixed_tokens,
+        "arms": dict(ARM_MEANING),
         "points": [_point(tokens, settings, ranks, samples) for ranks in settings.world_sizes for samples in settings.samples_per_rank],
     }
 
@@ -137,6 +140,7 @@ def render(report: dict[str, Any]) -> str:
         f"cap {report['max_tokens_per_microbatch']} tokens per microbatch; cost model {report['cost_model']}, "
         f"a microbatch costs {report['microbatch_cost']:g} tokens beside its samples",
         "Predicted from computing and waiting alone: communication itself is not in these numbers.",
+        *(f"{arm:<14}  {line}" for name, meaning in report["arms"].items() for arm, line in _lines(name, meaning)),
     ]
     for point in report["points"]:
         lines += ["", *_render_point(point)]
@@ -160,8 +164,31 @@ def _render_point(point: dict[str, Any]) -> Iterator[str]:
     for arm in point["arms"]:
         yield from _wrapped(arm["arm"], [f"{100 * idle:.0f}" for idle in arm["idle_fraction"]])
     gains = {arm["arm"]: arm["speedup_over"]["nccl_pad"] for arm in point["arms"]}
+    yield from (f"  {line}" for line in textwrap.wrap(_zero2_sentence(gains), _WIDTH))
     if gains["odc_nopad"] < _EVEN:
         yield "  odc_nopad gains less than 1 % over nccl_pad here: collectives would do as well."
+
+
+def _zero2_sentence(gains: dict[str, float]) -> str:
+    """Why nccl_zero2 is where it is; ``gains`` are speed-ups over nccl_pad."""
+    own = gains["nccl_zero2"]
+    waits = 1.0 - own / gains["odc_nopad"]
+    if waits < _EVEN - 1.0:
+        return "nccl_zero2 waits as little as odc_nopad here: where its memory is there, it does as well."
+    lost = (
+        f"{100 * waits:.0f} % of its step is waiting for the longest first forward and the longest last backward, which odc_nopad with the "
+        "same plan does not"
+    )
+    if own >= _EVEN:
+        return f"nccl_zero2 wins over nccl_pad, whose ranks meet in every microbatch, and loses to odc_nopad: {lost}."
+    if own > 2.0 - _EVEN:
+        return f"nccl_zero2 gains nothing over nccl_pad: {lost}."
+    return f"nccl_zero2 loses to nccl_pad: {lost}; with few microbatches a rank those two are most of the step."
+
+
+def _lines(name: str, meaning: str) -> Iterator[tuple[str, str]]:
+    for position, line in enumerate(textwrap.wrap(meaning, _WIDTH - 16)):
+        yield name if position == 0 else "", line
 
 
 def _wrapped(label: str, words: list[str], per_line: int = 32) -> Iterator[str]:

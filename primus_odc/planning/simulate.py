@@ -37,6 +37,18 @@ ARM_POLICY: dict[Arm, Policy] = {
 }
 """The plan that each arm runs."""
 
+ARM_MEANING: dict[Arm, str] = {
+    "nccl_pad": "collectives: all ranks meet at every layer of every microbatch, of which all have as many",
+    "nccl_localsort": "the same, with one sample a microbatch, the samples of a rank sorted",
+    "nccl_zero2": (
+        "collectives that meet in the first forward and the last backward only: the slowest of each is waited for. In between a rank keeps "
+        "the whole model's parameters and gradients, 6 bytes a parameter more (bf16, reduced in fp32; 8 in fp32)"
+    ),
+    "odc_pad": "on demand, with the plan of nccl_pad: ranks meet once, at the end",
+    "odc_nopad": "on demand, each rank with its own number of microbatches, the plan of nccl_zero2; its memory is odc.memory_budget_gib's",
+}
+"""What each arm does and waits for, in a few words."""
+
 FORWARD_SHARE = 1 / 3
 """Forward's part of a microbatch's cost; backward computes two products for each one of forward."""
 

@@ -50,8 +50,9 @@ def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 0
     text = capsys.readouterr().out
     for arm in ARMS:
-        row = next(line.split() for line in text.splitlines() if line.split()[:1] == [arm])
+        row = next(line.split() for line in text.splitlines() if line.startswith(f"  {arm} "))
         assert row[-2:] == [f"{arms[arm]['speedup_over'][over]:.3f}" for over in ("nccl_pad", "nccl_localsort")]
+    assert all(f"\n{arm:<14}  " in text for arm in ARMS) and "6 bytes a parameter more" in " ".join(text.split())
     assert "microbatches per rank" in text and "idle per rank" in text
 
 
@@ -63,6 +64,30 @@ def test_every_combination_of_a_named_distribution(capsys: pytest.CaptureFixture
     assert all(len(p["arms"][0]["step_cost"]) == p["minibatches"] for p in report["points"])
     assert report["points"][0]["arms"][4]["speedup_over"]["nccl_pad"] == pytest.approx(1), "one sample per rank: nothing to gain"
     assert report["points"][3]["arms"][4]["speedup_over"]["nccl_pad"] > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--samples-per-rank", "1"], "nccl_zero2 waits as little as odc_nopad here"),
+        (["--samples-per-rank", "4"], "nccl_zero2 loses to nccl_pad: "),
+        (
+            ["--samples-per-rank", "16", "--microbatch-cost", "20000"],
+            "nccl_zero2 wins over nccl_pad, whose ranks meet in every microbatch, ",
+        ),
+    ],
+)
+def test_why_zero2_wins_or_loses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["longalign-like", "--minibatches", "2", *words]
+    run(*words)
+    text = " ".join(capsys.readouterr().out.split())
+    assert said in text, text
+    run(*words, "--json")
+    (point,) = json.loads(capsys.readouterr().out)["points"]
+    costs = {arm["arm"]: sum(arm["step_cost"]) for arm in point["arms"]}
+    waits = 1 - costs["odc_nopad"] / costs["nccl_zero2"]
+    assert (waits < 0.01) == ("waits as little" in said) and (waits < 0.01 or f"{100 * waits:.0f} % of its step is waiting" in text)
+    assert (costs["nccl_zero2"] > 1.01 * costs["nccl_pad"]) == ("loses to nccl_pad" in said)
 
 
 def test_balanced_lengths_are_called_balanced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
