@@ -22,28 +22,20 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
-from primus_odc.errors import ConfigError, PeerError, PeerTimeoutError
+from primus_odc.errors import ConfigError, PeerError
+from primus_odc.symmetric.gathering import Gathering, Store
 from primus_odc.symmetric.interfaces import interfaces
 
 _POLL_S = 0.02
 _CONNECT_S = 5.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
-
-
-class Store(Protocol):
-    """The part of :class:`torch.distributed.Store` that is used; :meth:`get` is called for keys that are there only."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -66,7 +58,7 @@ class Place:
 def meet(
     store: Store, names: Sequence[str], rank: int, *, interface: str | None, store_address: tuple[str, int], timeout_s: float
 ) -> list[Place]:
-    """Find the other ranks and try the way to them; every rank calls it once with a ``store`` of its own prefix.
+    """Find the other ranks and try the way to them; every rank calls it once with a ``store`` of its own (``PrefixStore``).
 
     Args:
         names: of all ranks, for messages.
@@ -82,12 +74,11 @@ def meet(
         PeerTimeoutError: ranks did not come in time; the message names them.
         PeerError: some node does not reach another; the message says which, from and to which address.
     """
-    deadline = time.monotonic() + timeout_s
-    me = names[rank]
+    gathering = Gathering(store, rank, names, timeout_s)
     try:
         chosen, address = choose(interface, store_address)
     except ConfigError as error:
-        store.set(f"place/{rank}", json.dumps({"problems": list(error.problems)}))
+        gathering.reach("bootstrap", json.dumps({"problems": list(error.problems)}))
         raise
     token = secrets.token_hex(8)
     with _listening(address, token) as port:
@@ -101,15 +92,13 @@ def meet(
             token=token,
             known=interfaces(),
         )
-        store.set(f"place/{rank}", json.dumps(asdict(place)))
-        answers = _collect(store, "place", names, me, deadline, timeout_s, "come to the bootstrap")
-        places = [Place(**answer) for answer in answers]
+        answers = gathering.exchange("bootstrap", json.dumps(asdict(place)), partial(_refuse_problems, names))
+        places = [Place(**json.loads(answer)) for answer in answers]
         hosts = {place.host_id: place for place in reversed(places)}  # the first rank of each host
         problems = _try(places[rank], hosts, names) if hosts[place.host_id].rank == rank else []
-        store.set(f"verdict/{rank}", json.dumps(problems))
-        verdicts = _collect(store, "verdict", names, me, deadline + 2 * _CONNECT_S, timeout_s, "finish the bootstrap")
-    if found := [problem for verdict in verdicts for problem in verdict]:
-        raise PeerError(f"{me}: the nodes do not reach each other:\n" + "\n".join(f"  - {problem}" for problem in found))
+        verdicts = gathering.exchange("verdict of the bootstrap", json.dumps(problems), more_s=2 * _CONNECT_S)
+    if found := [problem for verdict in verdicts for problem in json.loads(verdict)]:
+        raise PeerError(f"{names[rank]}: the nodes do not reach each other:\n" + "\n".join(f"  - {problem}" for problem in found))
     return places
 
 
@@ -188,25 +177,9 @@ def _listening(address: str, token: str) -> Iterator[int]:
             thread.join(_CONNECT_S)
 
 
-def _collect(store: Store, kind: str, names: Sequence[str], me: str, deadline: float, timeout_s: float, what: str) -> list[Any]:
-    """``KIND/RANK`` of all ranks, decoded; ends at once where one of them says that it cannot come."""
-    answers: dict[int, Any] = {}
-    while len(answers) < len(names):
-        came = [rank for rank in range(len(names)) if rank not in answers and store.check([f"{kind}/{rank}"])]
-        for rank in came:
-            answers[rank] = json.loads(store.get(f"{kind}/{rank}"))
-            if isinstance(answers[rank], dict) and (problems := answers[rank].get("problems")):
-                raise ConfigError([f"{names[rank]}: {problem}" for problem in problems])
-        missing = [rank for rank in range(len(names)) if rank not in answers]
-        if missing and time.monotonic() > deadline:
-            who = ", ".join(names[rank] for rank in missing)
-            raise PeerTimeoutError(
-                f"{me}: bootstrap: {who} did not {what} within {timeout_s:g} s (odc.timeout_s): see the output of {who}; a rank that "
-                "is only slow to start needs a larger odc.timeout_s"
-            )
-        if missing:
-            time.sleep(_POLL_S)
-    return [answers[rank] for rank in range(len(names))]
+def _refuse_problems(names: Sequence[str], rank: int, answer: str) -> None:
+    if problems := json.loads(answer).get("problems"):
+        raise ConfigError([f"{names[rank]}: {problem}" for problem in problems])
 
 
 def _try(own: Place, hosts: Mapping[str, Place], names: Sequence[str]) -> list[str]:

@@ -40,8 +40,8 @@ from torch.distributed import Store
 
 from primus_odc.errors import OdcError, PeerTimeoutError, VerificationError
 from primus_odc.symmetric.arena import align
+from primus_odc.symmetric.gathering import Gathering, ends_in_time
 from primus_odc.symmetric.shmem import code_object
-from primus_odc.symmetric.shmem.bootstrap import Gathering, ends_in_time
 from primus_odc.symmetric.shmem.environment import HEAP_SIZE, heap_nbytes, prepare_environment
 from primus_odc.symmetric.shmem.extension import Library, load_extension
 from primus_odc.symmetric.shmem.plan import WORD_BYTES, ArenaMap, Read, Signal, Wait, Write

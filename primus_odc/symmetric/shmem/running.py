@@ -8,7 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from primus_odc.errors import OdcError
-from primus_odc.symmetric.shmem.bootstrap import Gathering, start_library
+from primus_odc.symmetric.gathering import Gathering
+from primus_odc.symmetric.shmem.bootstrap import start_library
 
 
 class RunningLibrary:

@@ -17,7 +17,8 @@ from typing import Any, cast
 from torch.distributed import PrefixStore, TCPStore
 
 from primus_odc.errors import OdcError
-from primus_odc.symmetric.shmem.bootstrap import Gathering, start_library
+from primus_odc.symmetric.gathering import Gathering
+from primus_odc.symmetric.shmem.bootstrap import start_library
 from primus_odc.symmetric.shmem.environment import prepare_environment
 
 TIMEOUT_S = 3.0

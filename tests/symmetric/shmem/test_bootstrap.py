@@ -11,7 +11,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from primus_odc.errors import OdcError, PeerTimeoutError
-from primus_odc.symmetric.shmem.bootstrap import Gathering, start_library
+from primus_odc.symmetric.gathering import Gathering
+from primus_odc.symmetric.shmem.bootstrap import start_library
 
 TIMEOUT_S = 1.5
 

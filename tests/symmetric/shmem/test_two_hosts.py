@@ -34,4 +34,5 @@ def test_start_up_between_two_hosts(hosts: list[str]) -> None:
         assert (first[start_up], second[start_up]) == ("odc-a", "odc-b")
     for outcome in (first["an interface of host B alone"], second["an interface of host B alone"]):
         assert outcome.startswith("ConfigError") and "odc.interface: odc-b does not exist" in outcome and "odc-a 10.77.13.1" in outcome
-    assert first["rank 1 is missing"] == "PeerTimeoutError: rank 0 on host A: arrived: rank 1 on host B did not get there in 3 s"
+    missing = "PeerTimeoutError: rank 0 on host A: arrived: rank 1 on host B did not get there: see the output of rank 1 on host B. "
+    assert first["rank 1 is missing"].startswith(missing + "The limit is 3 s (odc.timeout_s)")
