@@ -2,6 +2,8 @@
 
 Beside what :mod:`primus_odc.primitives.plane` says stand in the arena fan-out copies of other nodes' published shards, and staging slots
 for other nodes' partial sums. Of another node's memory only its rank, a region and a byte offset are known here: nothing of it is mapped.
+What is put into other nodes, and the words behind it, go through a stream of their own (:meth:`Lanes.sending`): a put waits there until it
+is acknowledged.
 """
 
 from __future__ import annotations
@@ -113,10 +115,10 @@ class TwoLevelPlane(ArenaPlane):
     def complete_partial(self, shard: int, group: int, epoch: int) -> None:
         # In place: this rank's own row comes first in the sum, and no other rank reads it before the partial is complete.
         partial = self._grads[self.t.rank][group][shard]
-        if not self.verify:
-            self._node_sums[shard][group](partial, dict.fromkeys(self._in_node))
-        elif shard == self._shard:
+        if self.verify and shard == self._shard:
             self.heap.words.put("partial_sum", checksum(partial, epoch), group)
+        elif not self.verify and self._in_node != [self.t.rank]:  # alone it is complete as it stands
+            self._node_sums[shard][group](partial, dict.fromkeys(self._in_node))
         self._in_node.clear()
 
     def send_partial(self, reducer: int, shard: int, group: int, epoch: int) -> None:

@@ -6,6 +6,8 @@ The checks are those of :mod:`tests.fsdp.test_nodes`.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from tests.fsdp.checks import failures, run_checks
 from tests.fsdp.models import loss_of, microbatch, shard, tiny_model
 from tests.fsdp.test_nodes import CHECKS
 from tests.symmetric.shmem.process_library import FileArena, play_library
-from tests.workers import run_workers
+from tests.workers import WorkerFailedError, run_workers
 
 # What was put into a library's heap stays for the next engine, and is in no segment; the library serves one set of ranks in a process.
 NOT_HERE = ("a_dropped_engine_is_freed", "memory_is_what_the_formula_says", "two_models_on_two_halves", "what_cannot_be_served_is_refused")
@@ -78,6 +80,32 @@ def _over_library(rank: int, world_size: int, folder: str) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         play_library(patch, rank, Path(folder), MADE)
         return run_checks(rank, world_size, ALL[world_size])
+
+
+def _one_dies(rank: int, world_size: int, folder: str) -> None:
+    """Rank 1 is killed in the middle of a minibatch, with an engine detached before; the others must not wait for it in any way."""
+    with pytest.MonkeyPatch.context() as patch:
+        play_library(patch, rank, Path(folder), MADE)
+        model = shard(tiny_model())
+        primus_odc.attach(model, ranks_per_node=1, timeout_s=20).detach()
+        engine = primus_odc.attach(model, ranks_per_node=1, timeout_s=20)
+        for step in range(3):
+            engine.begin_minibatch(1)
+            if rank == 1 and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            x, y = microbatch(step, rank, 0)
+            loss_of(model, x, y, 10).backward()
+            engine.settle()
+            model.zero_grad()
+
+
+@pytest.mark.timeout(90)
+def test_a_killed_rank_of_another_node_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError) as failed:
+        run_workers(_one_dies, 3, str(tmp_path), timeout_s=80)
+    assert failed.value.codes == [1, -signal.SIGKILL, 1]
+    for rank in (0, 2):
+        assert "rank 1 died (its process ended without a goodbye)" in failed.value.tracebacks[rank], failed.value
 
 
 @pytest.fixture(scope="module")

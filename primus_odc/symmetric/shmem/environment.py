@@ -56,6 +56,8 @@ def prepare_environment(
         present = [name for _, name in socket.if_nameindex()]
         if interface not in present:
             problems.append(f"odc.interface: {interface} is no network interface of this machine; there are {', '.join(present)}")
+    if library == "nvshmem":
+        wanted["NVSHMEM_DISABLE_NVLS"] = "1"  # multicast is for its collectives, which nobody calls, and not every machine allows it
     if library == "nvshmem" and machines > 1:
         wanted["NVSHMEM_IB_ENABLE_IBGDA"] = "1"  # else a thread of the host would post every request
     for name, value in wanted.items():
