@@ -172,6 +172,7 @@ class RankProtocol:
         for g in range(len(self.t.groups)):
             yield from self.declare(g)
         if self.mode == "local":
+            yield Do(self.plane.reshard)  # the optimizer works on the sharded parameters
             # Groups complete in backward order, the last one first; the order of sources is fixed, so the sum is reproducible.
             for g in reversed(range(len(self.t.groups))):
                 for source in range(self.t.ranks):
@@ -187,8 +188,10 @@ class RankProtocol:
             for owner in self.pushes.owners:
                 yield from self.pushes.push_kept(owner, k, read_word, wait=True)
             yield from self._say_ready()
+            # The rank that comes last has its sums under way before its host reshards, the others reshard while they would wait.
+            yield from self._sum_arrivals(read_word, wait=False)
+            yield Do(self.plane.reshard)
             yield from self._sum_arrivals(read_word, wait=True)
-        yield Do(self.plane.reshard)  # the optimizer works on the sharded parameters; host time that nobody waits for here
         yield from self._finish()
         self.state = State.SETTLED
 

@@ -120,6 +120,7 @@ class TwoLevelProtocol(RankProtocol):
         self._require("settle", State.ACTIVE)
         for g in range(len(self.t.groups)):
             yield from self.declare(g)
+        yield Do(self.plane.reshard)  # the optimizer works on the sharded parameters
         # Groups complete in backward order. While the partial of one is under way, that of the next is made.
         order = list(reversed(range(len(self.t.groups))))
         for reduced, summed in zip([*order, None], [None, *order], strict=True):
@@ -127,7 +128,6 @@ class TwoLevelProtocol(RankProtocol):
                 yield from self._reduce(reduced, read_word)
             if summed is not None:
                 yield from self._sum(summed, read_word)
-        yield Do(self.plane.reshard)  # the optimizer works on the sharded parameters
         yield from self._finish()
         self.state = State.SETTLED
 
