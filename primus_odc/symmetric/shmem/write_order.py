@@ -26,6 +26,7 @@ def writes_ordering(device: torch.device) -> int:
     Raises:
         OdcError: the driver does not say.
     """
+    torch.cuda.init()  # and with it the driver
     driver, handle, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
     index = device.index if device.index is not None else torch.cuda.current_device()
     code = driver.cuDeviceGet(ctypes.byref(handle), index)
