@@ -9,14 +9,16 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from primus_odc._problems import Problems
-from primus_odc.config import ParsedComm, parse_odc
+from primus_odc.config import OdcConfig, ParsedComm, parse_odc
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
 from primus_odc.doctor.system import temporary_folder_problem
 from primus_odc.errors import ConfigError, OdcError
 from primus_odc.experiment import Experiment, load_experiment
 from primus_odc.primus.refusals import Kind, check
+from primus_odc.symmetric.bootstrap import choose
 from primus_odc.symmetric.host import require_host_transport
+from primus_odc.symmetric.shmem.code_object import detect_nic
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -140,10 +142,23 @@ def _check_transport(job: Job, run: Run) -> list[Finding]:
         transport = "host"
     if transport == "symm_mem" and job.world() > 1:
         problems += _symmetric_memory_problems(job)
+    elif transport in ("nvshmem", "mori"):
+        problems += _library_problems(run.comm.odc, transport)
     if problems:
         return [Finding(check="transport", severity="problem", found=problem) for problem in problems]
     where = {"host": "CPU tensors of one host", "symm_mem": "GPUs of one node"}.get(transport, f"GPUs of {job.nodes} nodes")
     return [Finding(check="transport", severity="ok", found=f"{transport} ({where})", details={"transport": transport})]
+
+
+def _library_problems(odc: OdcConfig, transport: str) -> list[str]:
+    """What of the network of this host does not go with the keys."""
+    problems = Problems()
+    if odc.interface is not None:
+        interface = odc.interface
+        problems.of(lambda: choose(interface, ("", 0)))
+    if transport == "mori" and odc.nic is None:
+        problems.of(detect_nic)
+    return problems.found
 
 
 def _symmetric_memory_problems(job: Job) -> list[str]:

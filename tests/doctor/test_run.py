@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from primus_odc.config import parse_odc
 from primus_odc.doctor import run
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
 from primus_odc.experiment import Experiment
+from primus_odc.symmetric.shmem.code_object import detect_nic
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU, NCCL_PAD = (str(ROOT / "configs" / f"{name}.yaml") for name in ("cpu_odc_nopad", "gpu_odc_nopad", "cpu_nccl_pad"))
@@ -99,6 +101,20 @@ def test_what_symmetric_memory_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text in problem
     monkeypatch.setattr(run, "describe_run", describe("nccl_pad", "cuda"))
     assert problems(run.check_run(job)) == []
+
+
+def test_what_a_library_needs_of_this_hosts_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("primus_odc.fsdp.choices.resolve_transport", lambda odc, device_type, machines: "mori")
+    monkeypatch.setattr(run, "detect_nic", lambda: detect_nic(Path("/nonexistent")))
+    keys = {"comm_backend": "odc_pad", "odc": {"interface": "eth77"}}
+    monkeypatch.setattr(run, "describe_run", lambda job: run.Run(comm=parse_odc(keys), params={}, device_type="cuda", kind=None))
+    job = Job(config="exp.yaml", ranks=16, nodes=2, facts={"gpus": 8})
+    told = problems(run.check_run(job))
+    assert len(told) == 2
+    assert "odc.interface: eth77 does not exist" in told[0] and "no RDMA device of a known vendor" in told[1]
+    keys["odc"] = {"nic": "mlx5"}
+    finding = by_check(run.check_run(job))["transport"]
+    assert finding.severity == "ok" and "mori (GPUs of 2 nodes)" in finding.found
 
 
 class InPrimus:
