@@ -32,7 +32,7 @@ class Board:
     def __init__(self, layout: WordLayout, blocks: Mapping[int, torch.Tensor], rank: int, far: Iterable[int]) -> None:
         self.words = Words(layout, {r: block[: layout.nbytes].numpy().view("int64") for r, block in blocks.items()}, rank)
         self._texts = {r: block[align(layout.nbytes) :][:ABORT_TEXT_BYTES] for r, block in blocks.items()}
-        self._rank = rank
+        self.rank = rank
         self._beats = itertools.count(1)
         self._far_beats = dict.fromkeys(far, 0)
         self._far_aborts: dict[int, str] = {}
@@ -57,10 +57,10 @@ class Board:
 
     def abort(self, message: str) -> None:
         """Show that this rank failed; the first message stands."""
-        if self.words.read(self._rank, "abort"):
+        if self.words.read(self.rank, "abort"):
             return
         data = message.encode()[: ABORT_TEXT_BYTES - 1].ljust(ABORT_TEXT_BYTES, b"\0")
-        self._texts[self._rank].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._texts[self.rank].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self.words.write("abort", 1)
 
     def aborted(self) -> dict[int, str]:

@@ -41,6 +41,8 @@ _SPIN_ROUNDS = 20
 _MAX_SLEEP_S = 0.001
 _MAX_SLEEP_DEVICE_S = 0.00005
 """Beside a device a host has nothing else to do, and what it waits for is on the critical path."""
+_IN_FLIGHT_S = 1.0
+"""What a rank of another node stored before it left, and its goodbye, come by different ways in any order, so far apart at most."""
 
 
 class Memory(Protocol):
@@ -274,7 +276,7 @@ class SymmetricHeap:
             return
         me, writer = self.names[self.rank], self.names[rank]
         pulse = Pulse(self._board, self._watcher, self.names, [rank], self.timeout_s)
-        rounds, sleep_s = 0, 20e-6
+        rounds, sleep_s, seen_off = 0, 20e-6, 0.0
         goal = f"{operation}: waiting for {word}[{index}] of {writer} to reach {at_least}"
         while not self._reached(home, word, index, at_least):
             rounds += 1
@@ -286,7 +288,9 @@ class SymmetricHeap:
             self.check(goal)
             # Look once more each time: the word may have got there just before what makes the wait look vain.
             if rank in self._watcher.left and not self._reached(home, word, index, at_least, afresh=True):
-                raise PeerError(f"{me}: {goal}: {writer} left (detached or closed its heap) and will never get there")
+                seen_off = seen_off or time.monotonic()
+                if rank in self.near or time.monotonic() - seen_off > _IN_FLIGHT_S:
+                    raise PeerError(f"{me}: {goal}: {writer} left (detached or closed its heap) and will never get there")
             if in_vain is not None and (reason := in_vain()) and not self._reached(home, word, index, at_least, afresh=True):
                 raise ProtocolError(f"{me}: {operation}: {reason}")
             if fault := pulse.fault():

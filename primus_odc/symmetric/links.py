@@ -9,8 +9,9 @@ where nodes are equally large). Protocol:
 2. Every rank connects to its contacts and sends the contact's token and its own rank; the contact answers with the rank's token. Whoever
    does not know the token is a stranger and is cut off: a port is open to everybody. Then nobody listens any more.
 3. Both directions carry lines of JSON. Every ``HEARTBEAT_S``, and at once when a mate ended or this rank fails, the contact tells of all
-   ranks of its node: ``{"beats": [[rank, n]..], "aborts": [[rank, text]..], "dead": [rank..], "left": [rank..]}``. The other direction is
-   silent. Either says ``{"goodbye": true}`` before it leaves.
+   ranks of its node: ``{"beats": [[rank, n]..], "aborts": [[rank, text]..], "dead": [rank..], "left": [rank..]}``. In the other direction
+   goes nothing but a failure of the rank itself, lest its end be heard before its last words. Either says ``{"goodbye": true}`` before it
+   leaves.
 4. End-of-file or a reset without goodbye is the death of the process at the other end. Its mates see it too and tell their links, so that
    all ranks of all nodes name it. Any other error (no route, timed out) is a cut network: nothing is heard any more, which is silence.
 5. A rank whose heartbeat stands still is silent; where that of the contact stands still as well, the contact is named, for it tells nothing
@@ -129,9 +130,12 @@ class Links:
             "dead": [r for r in dead if r in near],
             "left": [r for r in left if r in near],
         }
+        last_words = board.abort_message(board.rank)
         for link in self.links:
             if not link.hears:
                 link.send(report)
+            elif last_words:
+                link.send({"beats": [], "aborts": [[board.rank, last_words]], "dead": [], "left": []})
 
     def hear(self, link: Link, board: Board) -> tuple[list[int], list[int], bool]:
         """Note what came over ``link``; ``(dead, left, whether the link has ended)``."""
@@ -141,7 +145,7 @@ class Links:
         for report in reports:
             if "goodbye" in report:
                 left.append(link.peer)
-            elif link.hears:
+            else:
                 board.note(dict(report["beats"]), dict(report["aborts"]))
                 dead += report["dead"]
                 left += report["left"]
