@@ -6,26 +6,30 @@ after ``last_microbatch()``) the minibatch is *closing*, and once the backward o
 forward of its modules has been followed by a reduction and another group has been reduced since. (Before that backward, heads may run
 forward and backward in turn, chunk by chunk.) What cannot be decided that way is complete at settle. If the guess is wrong after all, the
 late reduction is an error of the protocol, never a lost gradient.
+
+A backward that raises is noticed too, even where the script catches the exception and never calls the engine again: part of its gradients
+may be on their way, so the minibatch can neither be completed nor begun again, and the other ranks are told at once.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from primus_odc.errors import ProtocolError
+from primus_odc.errors import OdcError, ProtocolError
 from primus_odc.fsdp.probe import Unit
 
 
 class MicrobatchTracker:
     """Counts forwards of the root and of every unit, and calls ``declare(group)`` when a group is complete.
 
-    ``guard(operation)`` is entered around what may fail inside a forward, so that the other ranks learn of it.
+    ``guard(operation)`` is entered around what may fail inside a forward or backward, so that the other ranks learn of it.
 
     Attributes:
         announced: this rank's number of microbatches in the present minibatch; None where it was not said.
@@ -45,6 +49,7 @@ class MicrobatchTracker:
         self._active = False
         self._closing = False
         self._in_backward = False
+        self._watched: Callable[[], _Backward | None] = lambda: None
         self._pending = [0] * len(units)
         self._reduced: set[int] = set()
         self.microbatches = 0
@@ -114,6 +119,19 @@ class MicrobatchTracker:
 
     def _backward_began(self, gradient: torch.Tensor) -> None:
         self._in_backward = True
+        if self._active and self._watched() is None:
+            backward = _Backward(self._backward_failed)
+            self._watched = weakref.ref(backward)
+            # Not public, but what FSDP2 itself is called by at the end of backward in all tested versions; there is no public way.
+            torch.autograd.Variable._execution_engine.queue_callback(backward)
+
+    def _backward_failed(self) -> None:
+        # Nothing can be raised where objects are dropped: the script has its own exception, and every later call of the engine tells this.
+        with suppress(OdcError), self._guard("backward of all groups"):
+            raise ProtocolError(
+                f"an exception was raised inside the backward pass of microbatch {self.microbatches}; part of its gradients may be in the "
+                "sums of this minibatch, which therefore cannot be completed"
+            )
 
     def _unit_forward(self, group: int) -> Callable[[nn.Module, Any], None]:
         def forward(module: nn.Module, args: Any) -> None:
@@ -122,6 +140,21 @@ class MicrobatchTracker:
                 self._pending[group] += 1
 
         return forward
+
+
+class _Backward:
+    """What autograd holds while it runs one backward pass: it calls it at the end, and drops it without a call where the pass failed."""
+
+    def __init__(self, failed: Callable[[], None]) -> None:
+        self._failed = failed
+        self._over = False
+
+    def __call__(self) -> None:
+        self._over = True
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._failed()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

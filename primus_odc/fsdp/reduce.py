@@ -104,10 +104,11 @@ class ScatterAccumulate:
         expected = self._spec.shards * sum(self._spec.params[i].padded_numel for i in params)
         if input_tensor.numel() != expected:
             changed = [p.name for p, now in zip(self._spec.params, self._unsharded, strict=True) if p.trainable != now.requires_grad]
-            raise ProtocolError(
-                f"group {self._spec.name}: FSDP2 reduces {input_tensor.numel()} elements where the parameters with a gradient have "
-                f"{expected}; requires_grad changed after attach() for {changed}: detach() and attach() again"
-            )
+            with self._engine._guard(f"reduction of group {self._spec.name}"):
+                raise ProtocolError(
+                    f"group {self._spec.name}: FSDP2 reduces {input_tensor.numel()} elements where the parameters with a gradient have "
+                    f"{expected}; requires_grad changed after attach() for {changed}: detach() and attach() again"
+                )
         self._engine.reduce(self._group, Contribution(input_tensor.view(self._spec.shards, -1), params))
 
     def _hook(self, index: int) -> Any:

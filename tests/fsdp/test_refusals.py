@@ -226,6 +226,32 @@ def an_error_on_one_rank_ends_the_others_with_its_reason() -> None:
         _refused(engine.publish, PeerError, "this rank failed before")
 
 
+def an_exception_that_is_caught_inside_backward() -> None:
+    """The rank that had it lives on and calls nothing; it keeps the exception, as a debugger would."""
+    for where in (0, 1):
+        model, engine = _attached(timeout_s=60)
+        engine.begin_minibatch(1)
+        if dist.get_rank() == 0:
+            _backward(model)  # before the other fails, or this would hear of it
+        dist.barrier()
+        start = time.monotonic()
+        if dist.get_rank() == 1:
+
+            def broken(*_: object) -> None:
+                raise ValueError("broken on purpose")
+
+            handle = model.blocks[where].register_full_backward_pre_hook(broken)
+            with pytest.raises(ValueError, match="broken on purpose"):
+                _backward(model)
+            handle.remove()
+        else:
+            _refused(engine.settle, PeerError, "rank 1 aborted", "an exception was raised inside the backward pass of microbatch 1")
+        dist.barrier()
+        assert time.monotonic() - start < 30
+        if dist.get_rank() == 1:
+            _refused(engine.settle, PeerError, "this rank failed before", "inside the backward pass")
+
+
 def _publish_twice(engine: Engine) -> None:
     engine.publish()  # that of begin_minibatch()
     engine.publish()
@@ -312,6 +338,7 @@ ON_TWO: dict[str, Callable[[], None]] = {
     "assign_to_a_new_parameter": wrong_order(_assign_to_a_new_parameter, *ASSIGNED),
     "unfreeze_after_attach": _unfreeze_after_attach,
     "an_error_on_one_rank_ends_the_others_with_its_reason": an_error_on_one_rank_ends_the_others_with_its_reason,
+    "an_exception_that_is_caught_inside_backward": an_exception_that_is_caught_inside_backward,
     "calls_of_one_rank_alone": calls_of_one_rank_alone,
     "offloaded_parameters": offloaded_parameters,
 }

@@ -301,10 +301,10 @@ def a_failed_backward_is_not_settled() -> None:
     model = shard(_seeded(_Failing))
     engine = primus_odc.attach(model)
     engine.begin_minibatch(1)
-    with pytest.raises(MemoryError):
+    with pytest.raises((MemoryError, OdcError)):  # the first rank that fails tells the others, wherever they are
         _pass(model, *_own(0)[0], 1)
-    dist.barrier()  # the first rank to refuse tells the others, which must have come as far
-    with pytest.raises(OdcError, match="a backward pass did not finish"):
+    dist.barrier()
+    with pytest.raises(OdcError, match="an exception was raised inside the backward pass of microbatch 1"):
         engine.settle()
 
 
