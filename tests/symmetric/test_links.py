@@ -164,6 +164,19 @@ def test_beats_aborts_deaths_and_goodbyes_are_told() -> None:
     hears.close(goodbye=False)
 
 
+def test_who_is_nobodys_contact_has_its_last_words_heard_before_its_end() -> None:
+    """Rank 0 hears over this link, and says nothing on it but why it failed."""
+    hears, tells = _pair()
+    mine, theirs, board, their_board = Links([hears], {1: 1}), Links([tells], {0: 0}), _board(0, 1), _board(1, 0)
+    mine.tell(board, (), ())
+    board.abort("out of memory")
+    mine.tell(board, (), ())
+    hears.close(goodbye=False)
+    assert _hear(theirs, tells, their_board, _never)[0] == [0]
+    assert their_board.aborted() == {0: "out of memory"}
+    tells.close(goodbye=False)
+
+
 def test_an_end_without_goodbye_is_a_death() -> None:
     for goodbye in (False, True):
         hears, tells = _pair()
