@@ -23,7 +23,7 @@ class Network(Protocol):
         """
 
     def signal(self, rank: int, position: int, value: int) -> None:
-        """Far word ``position`` of ``rank`` becomes ``value``, behind all that this rank has put there."""
+        """Far word ``position`` of ``rank`` becomes ``value`` (any 64 bits), behind all that this rank has put and signalled there."""
 
     def far_words(self, home: int) -> npt.NDArray[np.int64]:
         """The far words of ``home``, this rank or one of its node, as stored by now: int64 ``[number of far words]``."""
