@@ -8,13 +8,14 @@ synthetic lengths like LongAlign's: what can be gained depends on the lengths, s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from primus_odc.bench.job import IDEAL
 from primus_odc.bench.markdown import describe_machine, table
 from primus_odc.bench.summary import BASELINE, ArmSummary, PointSummary, Spread, summarise
+from primus_odc.report.stats import median
 
 PUBLISHED_RANKS = 8
 ARMS = (BASELINE, "odc_pad", "odc_nopad", "odc_nopad:resident", "nccl_zero2", "nccl_localsort", IDEAL)
@@ -108,10 +109,20 @@ def _ladder(points: Sequence[PointSummary]) -> str:
         ms = {arm.arm: arm.ms.median for arm in point.arms}
         nopad = next((arm for arm in point.arms if arm.arm == "odc_nopad"), None)
         steps = [BASELINE, "odc_pad", "odc_nopad", IDEAL]
-        changes = [f"{ms[b] - ms[a]:+.1f}" if a in ms and b in ms else "-" for a, b in itertools.pairwise(steps)]
+        times = {arm.arm: arm.step_ms for arm in point.arms}
+        changes = [_change(times.get(a, {}), times.get(b, {})) for a, b in itertools.pairwise(steps)]
         ends = [f"{ms[name]:.1f}" if name in ms else "-" for name in (BASELINE, IDEAL)]
         rows.append([str(point.samples_per_rank), ends[0], *changes, ends[1], *_settle(nopad)])
-    return f"Ladder, median ms a step; settle of odc_nopad as part of the step and of the gradient bytes.\n\n{table(header, rows)}"
+    told = (
+        "Ladder, ms a step: the arms' medians, and between them the difference minibatch by minibatch, then its median (medians need not "
+        "add up); settle of odc_nopad as part of the step and of the gradient bytes."
+    )
+    return f"{told}\n\n{table(header, rows)}"
+
+
+def _change(before: Mapping[tuple[int, int], float], after: Mapping[tuple[int, int], float]) -> str:
+    differences = [after[key] - ms for key, ms in before.items() if key in after]
+    return f"{median(differences):+.1f}" if differences else "-"
 
 
 def _settle(arm: ArmSummary | None) -> list[str]:

@@ -67,6 +67,8 @@ class ArmSummary:
     arm: str
     steps: int
     ms: Spread
+    step_ms: dict[tuple[int, int], float]
+    """(entry, minibatch) -> milliseconds of the step."""
     speedup: Spread | None
     """``nccl_pad`` / arm."""
     times_ideal: Spread | None
@@ -169,6 +171,7 @@ def _arm(
         arm=arm,
         steps=len(times),
         ms=ms,
+        step_ms=times,
         speedup=None if arm == BASELINE else Spread.of([baseline[key] / times[key] for key in times if key in baseline]),
         times_ideal=None if arm == IDEAL else Spread.of([times[key] / ideal[key] for key in times if key in ideal]),
         idle=_idle(list(measured.values()), fits),

@@ -66,6 +66,20 @@ def test_a_point_stands_beside_what_was_published(samples: int, nopad_ms: float,
     assert "2 ranks with the published samples a rank" in text
 
 
+def test_the_ladder_takes_differences_minibatch_by_minibatch() -> None:
+    """odc_nopad takes 100 ms less in two of three minibatches, and yet its median step is longer than nccl_pad's."""
+    content = _content(2, 1050.0)
+    (entry,) = content["runs"][0]["entries"]
+    for arm, steps in entry["steps"].items():
+        own = [1000.0, 2000.0, 1100.0] if arm == "odc_nopad" else [1100.0, 1000.0, 1200.0]
+        if arm == "odc_pad":
+            own = [1100.0, 1000.0, 1190.0]
+        entry["steps"][arm] = [{**steps[0], "minibatch": i, "ranks": [_rank(ms), _rank(ms)]} for i, ms in enumerate(own)]
+    text = render_published(content)
+    assert _row(text, 1)[1:6] == ["1100.0", "+0.0", "-90.0", "+100.0", "1100.0"]
+    assert _row(text, 0)[6].startswith("1.091 [") and "minibatch by minibatch, then its median" in text
+
+
 def test_the_ladder_adds_up() -> None:
     row = _row(render_published(_content(2, 1050.0)), 1)
     assert row[1:6] == ["1200.0", "+0.0", "-150.0", "-50.0", "1000.0"]
