@@ -153,7 +153,7 @@ def _job(args: argparse.Namespace, store: str) -> Job:
     common = {
         "kind": "primitives" if args.kind == "primitives" else "train",
         "device": args.device,
-        "world_size": args.nproc or _default_ranks(args.device),
+        "world_size": args.nproc or _default_ranks(args.device, args.kind),
         "transport": args.transport,
         "ranks_per_node": args.ranks_per_node,
         "interface": args.interface,
@@ -190,14 +190,15 @@ def _job(args: argparse.Namespace, store: str) -> Job:
     return Job(**common, points=points, **rest)
 
 
-def _default_ranks(device: str) -> int:
+def _default_ranks(device: str, kind: str) -> int:
     if device == "cpu":
         return 2
     import torch
 
     count = torch.cuda.device_count()
     if count == 0:
-        raise ConfigError(["--device cuda: torch sees no GPU; use --device cpu --shape tiny to try the benchmark"])
+        shape = "" if kind == "primitives" else " --shape tiny"
+        raise ConfigError([f"--device cuda: torch sees no GPU; use --device cpu{shape} to try the benchmark"])
     return count
 
 

@@ -174,7 +174,7 @@ def _zero2_sentence(gains: dict[str, float]) -> str:
     own = gains["nccl_zero2"]
     waits = 1.0 - own / gains["odc_nopad"]
     if waits < _EVEN - 1.0:
-        return "nccl_zero2 waits as little as odc_nopad here: where its memory is there, it does as well."
+        return "nccl_zero2 waits no longer than odc_nopad here: where its memory is there, it does as well."
     lost = (
         f"{100 * waits:.0f} % of its step is waiting for the longest first forward and the longest last backward, which odc_nopad with the "
         "same plan does not"
