@@ -85,6 +85,8 @@ class ShmemMemory:
     Attributes:
         arena: this PE's bytes, uint8 ``[nbytes]`` on ``device``, zeroed before any peer could write.
         machines: how many machines the PEs run on.
+        by_stores: PEs of other nodes that the library itself writes to by stores: GPUs of one machine taken for nodes, or machines that
+            share NVLink. There a write is as fast as it has blocks; a network card needs one block.
 
     Raises:
         OdcError: the library cannot be used here, with what to change; see the modules beside this one.
@@ -148,6 +150,7 @@ class ShmemMemory:
         self._gathering.together("allocated", allocate)
         self._library.made(self._arena)
         mapped = [self._arena.peer_address(pe) if nodes[pe] == nodes[rank] else 0 for pe in range(pes)]
+        self.by_stores = frozenset(pe for pe, address in enumerate(mapped) if not address and self._arena.peer_address(pe))
         mapped[rank] = self._arena.address()
         self.map = ArenaMap(rank, total, tuple(mapped), batch=self._extension.BATCH)
         whole = self._view(self.map.base, total)

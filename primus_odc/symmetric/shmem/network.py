@@ -20,7 +20,7 @@ from primus_odc.errors import OdcError
 from primus_odc.symmetric.arena import align
 from primus_odc.symmetric.shmem.extension import Library
 from primus_odc.symmetric.shmem.memory import ShmemMemory
-from primus_odc.symmetric.shmem.plan import WORD_BYTES, Write
+from primus_odc.symmetric.shmem.plan import WORD_BYTES, Write, cut
 from primus_odc.symmetric.stream_words import StreamWriter
 
 
@@ -51,10 +51,14 @@ class ShmemNetwork:
 
     def signal(self, rank: int, position: int, value: int) -> None:
         """Send what was collected for ``rank`` and the word behind it: one launch, in which the word goes down the queue pair of the last
-        put, and one before it for earlier puts, which have queue pairs of their own."""
+        put, and one before it for earlier puts, which have queue pairs of their own. Where blocks move the bytes and no network card, a
+        large put is cut, and all but its end goes in the launch before."""
         if not 0 <= position < self._count:
             raise IndexError(f"far word {position}: there are {self._count}")
-        *earlier, last = self._collected.pop(rank, None) or [Write(self._pes[rank], 0, 0, 0)]
+        pe = self._pes[rank]
+        collected = self._collected.pop(rank, None) or [Write(pe, 0, 0, 0)]
+        parts = self._memory.map.batch - 1 if pe in self._memory.by_stores else 1
+        *earlier, last = [part for write in collected for part in (cut(write, parts) if parts > 1 else [write])]
         if earlier:
             self._memory.put(earlier)
         self._memory.put([last._replace(signal=self._words_at + WORD_BYTES * position, value=value)])

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from primus_odc.symmetric.arena import align
+
 WORD_BYTES = 8
 ROW_BYTES = 64 << 10
 """A block is not started for less."""
@@ -34,6 +36,27 @@ class Write(NamedTuple):
     nbytes: int
     signal: int | None = None
     value: int = 0
+
+
+PART_BYTES = 1 << 20
+"""The least that a write is cut into."""
+_CUT_FROM = 4 * PART_BYTES
+_TAIL_BYTES = ROW_BYTES
+
+
+def cut(write: Write, parts: int) -> list[Write]:
+    """The same bytes in up to ``parts`` writes that may arrive in any order, and behind them a short one with the signal."""
+    if write.nbytes < _CUT_FROM:
+        return [write]
+    body = write.nbytes - _TAIL_BYTES
+    size = align(max(PART_BYTES, -(-body // parts)))
+    starts = [*range(0, body, size), body]
+    ends = [*starts[1:], write.nbytes]
+    pieces = [
+        write._replace(offset=write.offset + start, source=write.source + start, nbytes=end - start, signal=None, value=0)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return [*pieces[:-1], pieces[-1]._replace(signal=write.signal, value=write.value)]
 
 
 class Signal(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primus_odc.symmetric.shmem.plan import ArenaMap, Launch, Read, Signal, Wait, Write
+from primus_odc.symmetric.shmem.plan import ArenaMap, Launch, Read, Signal, Wait, Write, cut
 
 NBYTES = 4096
 WORDS = 3072
@@ -102,6 +102,23 @@ def test_random_operations_do_what_slices_do(case: tuple[list[int], list[tuple[i
                 expected[rank][here] = before[item.pe][there]
         for pe, arena in enumerate(job.arenas):
             np.testing.assert_array_equal(arena, expected[pe], err_msg=f"PE {pe}")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 200 << 20), st.integers(2, 31), st.integers(0, 1 << 40))
+def test_a_cut_write_is_the_same_bytes_and_its_signal_comes_with_the_end(nbytes: int, parts: int, place: int) -> None:
+    write = Write(3, place, 2 * place + 5, nbytes, 64, 9)
+    *body, last = cut(write, parts)
+    assert (last.signal, last.value) == (64, 9) and all(part.signal is None for part in body)
+    assert len(body) <= parts and all(part.pe == 3 for part in (*body, last))
+    at = 0
+    for part in (*body, last):
+        assert (part.offset, part.source) == (write.offset + at, write.source + at)
+        at += part.nbytes
+    assert at == nbytes
+    assert (nbytes < 4 << 20) == (body == []) and (
+        not body or (last.nbytes == 64 << 10 and min(p.nbytes for p in body[:-1] or body) >= 1 << 20)
+    )
 
 
 def test_each_pe_begins_with_another_peer() -> None:
