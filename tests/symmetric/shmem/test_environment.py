@@ -31,7 +31,8 @@ def problems(library: Library, environment: dict[str, str], *, pes: int = 16, ma
 def test_the_heap_is_as_large_as_the_arena_needs() -> None:
     assert GIB < heap_nbytes(GIB) < GIB + (1 << 28) and heap_nbytes(GIB + 1) % (1 << 20) == 0
     assert prepare("mori", {}) == {"MORI_SHMEM_HEAP_SIZE": str(heap_nbytes(GIB))}
-    nvshmem = {"NVSHMEM_SYMMETRIC_SIZE": str(heap_nbytes(GIB)), "NVSHMEM_IB_ENABLE_IBGDA": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    off = {"NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_DISABLE_NCCL": "1"}
+    nvshmem = {"NVSHMEM_SYMMETRIC_SIZE": str(heap_nbytes(GIB)), "NVSHMEM_IB_ENABLE_IBGDA": "1", **off}
     assert prepare("nvshmem", {}) == nvshmem
     assert prepare("nvshmem", {"NVSHMEM_DISABLE_NVLS": "0"})["NVSHMEM_DISABLE_NVLS"] == "0"
     assert "NVSHMEM_IB_ENABLE_IBGDA" not in prepare("nvshmem", {}, machines=1)
