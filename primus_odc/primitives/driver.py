@@ -24,19 +24,32 @@ EAGER_S = 0.00005
 
 def run(heap: SymmetricHeap, steps: Iterable[Effect]) -> None:
     """Execute ``steps`` in order; waits block (and may raise, see :meth:`SymmetricHeap.wait`)."""
+    sends: list[Send] = []
     for effect in steps:
+        if isinstance(effect, Send):
+            sends.append(effect)
+            continue
+        if sends:
+            _send(heap, sends)
         if isinstance(effect, Wait):
             in_vain = None if effect.in_vain is None else partial(effect.in_vain, heap.read)
             heap.wait(effect.rank, effect.word, effect.index, effect.at_least, effect.operation, effect.home, in_vain)
         elif isinstance(effect, Do):
             effect.action()
-        elif isinstance(effect, Send):
-            with heap.sending():
-                if effect.put is not None:
-                    effect.put()
-                heap.signal(effect.rank, effect.word, effect.value, effect.index)
         else:
             heap.store(effect.word, effect.value, effect.index)
+    if sends:
+        _send(heap, sends)
+
+
+def _send(heap: SymmetricHeap, sends: list[Send]) -> None:
+    """Those that follow each other leave together: a launch can serve many nodes."""
+    with heap.sending():
+        for send in sends:
+            if send.put is not None:
+                send.put()
+            heap.signal(send.rank, send.word, send.value, send.index)
+    sends.clear()
 
 
 def push(heap: SymmetricHeap, protocol: RankProtocol, plane: ArenaPlane, group: int, contribution: Contribution) -> None:

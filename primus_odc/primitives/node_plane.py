@@ -62,7 +62,7 @@ class TwoLevelPlane(ArenaPlane):
         }
         self._in_node: list[int] = []
         self._announced = heap.view(topology.rank, heap.plan.regions["announced"]).view(torch.int64)
-        heap.sending = self.lanes.sending
+        heap.sends = self.lanes.sending
 
     def _staged(self, reducer: int, group: int) -> torch.Tensor:
         """The whole staging slot in this node for the partial that ``reducer`` of another node makes of this rank's shard: bytes."""

@@ -164,14 +164,15 @@ class TwoLevelProtocol(RankProtocol):
                 has_data = read_word(mate, "ready", group) == 2 * k + 1
             if has_data:
                 sources.append(mate)
-        for shard, destinations in self._duties:
+        value = 2 * k + bool(sources)
+        for shard, _ in self._duties:
             for source in sources:
                 yield Do(partial(self.plane.add_in_node, source, shard, group, k))
             if sources:
                 yield Do(partial(self.plane.complete_partial, shard, group, k))
-            value = 2 * k + bool(sources)
             if len(self.n.owners_in(self.node, shard)) > 1:
                 yield Store("partial", self._word(shard, group), value)
+        for shard, destinations in self._duties:  # in a row: they leave together
             for reducer in destinations:
                 put = partial(self.plane.send_partial, reducer, shard, group, k) if sources else None
                 yield Send(reducer, "arrived", self._word(self.node, group), value, put)

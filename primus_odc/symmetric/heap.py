@@ -18,8 +18,8 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -95,7 +95,7 @@ class SymmetricHeap:
 
     Attributes:
         near: the ranks of this node, ascending.
-        sending: around every :meth:`put` with its :meth:`signal`; who has a stream for them makes it the current one.
+        sends: entered by :meth:`sending`; who has a stream for what is sent makes it the current one.
         signals: how often :meth:`signal` was called.
         waited_s: seconds in :meth:`wait` by the first word of the operation.
 
@@ -122,7 +122,8 @@ class SymmetricHeap:
         self.timeout_s = timeout_s
         self.plan = plan
         self.waited_s: dict[str, float] = {}
-        self.sending: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.sends: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._collecting = False
         plan.add(pattern.PROBE, pattern.probe_bytes(self.world_size))
         far_layout = WordLayout.of({pattern.FAR_WORD: self.world_size, **(far_words or {})})
         layout = WordLayout.of({**OWN_WORDS, **words, **((far_words or {}) if machines is None else {})})
@@ -211,6 +212,18 @@ class SymmetricHeap:
             raise ValueError(f"{source.nbytes} bytes for {self.names[rank]}: what another machine gets has to lie in this rank's own arena")
         self._network.put(rank, region.offset + offset, source)
 
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Around puts and signals that may leave together: to other machines they do at the end."""
+        with self.sends():
+            self._collecting = True
+            try:
+                yield
+            finally:
+                self._collecting = False
+            if self._network is not None:
+                self._network.submit()
+
     def put_word(self, rank: int, word: str, value: int, index: int = 0) -> None:
         """:meth:`put` of a payload word (:meth:`Words.put`) into the memory of ``rank``."""
         if rank in self.near:
@@ -228,6 +241,8 @@ class SymmetricHeap:
             self._store(rank, word, value, index)
         else:
             self._far_words().signal(rank, word, value, index)
+            if not self._collecting and self._network is not None:
+                self._network.submit()
         self.signals += 1
 
     def _far_words(self) -> FarWords:

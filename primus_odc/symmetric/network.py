@@ -19,11 +19,17 @@ class Network(Protocol):
     def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
         """Write ``source`` (uint8 ``[n]``, contiguous, part of this rank's own arena) from byte ``offset`` of the arena of ``rank`` on.
 
-        It need not leave before the next :meth:`signal` to that rank, and is visible there before what that one stores.
+        It leaves with the next :meth:`signal` to that rank, and is visible there before what that one stores.
         """
 
     def signal(self, rank: int, position: int, value: int) -> None:
-        """Far word ``position`` of ``rank`` becomes ``value`` (any 64 bits), behind all that this rank has put and signalled there."""
+        """Far word ``position`` of ``rank`` becomes ``value`` (any 64 bits), behind all that this rank has put and signalled there.
+
+        It leaves with the next :meth:`submit` at the latest; what goes to several ranks until then need not be in any order.
+        """
+
+    def submit(self) -> None:
+        """Give what was signalled to the current stream, in as few launches as its order allows."""
 
     def far_words(self, home: int) -> npt.NDArray[np.int64]:
         """The far words of ``home``, this rank or one of its node, as stored by now: int64 ``[number of far words]``."""

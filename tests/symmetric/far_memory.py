@@ -34,6 +34,7 @@ class FileNetwork:
         self._near = {r for r, node in enumerate(nodes) if node == nodes[rank]}
         self._queues: dict[int, deque[Callable[[], object]]] = {r: deque() for r in self._far_arenas}
         self.looks = 0
+        self._held: list[tuple[int, Callable[[], object]]] = []
         self._work, stopping = threading.Event(), threading.Event()
         thread = threading.Thread(target=_deliver, args=(self._queues, self._work, stopping, random.Random(rank)), daemon=True)
         thread.start()
@@ -49,7 +50,12 @@ class FileNetwork:
         self._send(rank, lambda: block.__setitem__(position, value))
 
     def _send(self, rank: int, write: Callable[[], object]) -> None:
-        self._queues[rank].append(write)
+        self._held.append((rank, write))
+
+    def submit(self) -> None:
+        for rank, write in self._held:
+            self._queues[rank].append(write)
+        self._held.clear()
         self._work.set()
 
     def far_words(self, home: int) -> npt.NDArray[np.int64]:

@@ -40,9 +40,10 @@ class ShmemNetwork:
         self._words_at = words_at
         self._count = count
         self._collected: dict[int, list[Write]] = {}
+        self._signalled: dict[int, list[Write]] = {}
 
     def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
-        """Collected until the next :meth:`signal` to ``rank``, which sends it."""
+        """Collected until the next :meth:`signal` to ``rank``."""
         if source.dtype != torch.uint8 or not source.is_contiguous():
             raise ValueError(f"put of {source.dtype} {tuple(source.shape)}: contiguous bytes are needed")
         if not 0 <= offset <= self._words_at - source.numel():
@@ -50,18 +51,26 @@ class ShmemNetwork:
         self._collected.setdefault(rank, []).append(Write(self._pes[rank], offset, source.data_ptr(), source.numel()))
 
     def signal(self, rank: int, position: int, value: int) -> None:
-        """Send what was collected for ``rank`` and the word behind it: one launch, in which the word goes down the queue pair of the last
-        put, and one before it for earlier puts, which have queue pairs of their own. Where blocks move the bytes and no network card, a
-        large put is cut, and all but its end goes in the launch before."""
+        """What was collected for ``rank`` and the word behind it are ready to leave; what was ready for it before leaves first."""
         if not 0 <= position < self._count:
             raise IndexError(f"far word {position}: there are {self._count}")
+        if rank in self._signalled:
+            self.submit()
         pe = self._pes[rank]
         collected = self._collected.pop(rank, None) or [Write(pe, 0, 0, 0)]
         parts = self._memory.map.batch - 1 if pe in self._memory.by_stores else 1
-        *earlier, last = [part for write in collected for part in (cut(write, parts) if parts > 1 else [write])]
-        if earlier:
+        writes = [part for write in collected for part in (cut(write, parts) if parts > 1 else [write])]
+        self._signalled[rank] = [*writes[:-1], writes[-1]._replace(signal=self._words_at + WORD_BYTES * position, value=value)]
+
+    def submit(self) -> None:
+        """Each rank's last write with its word, all ranks in one launch, in which a word goes down the queue pair of its data; before it
+        the writes before the last, which have queue pairs of their own. Where blocks move the bytes and no network card, a large write
+        is cut, and all but its end goes in the launch before."""
+        signalled, self._signalled = self._signalled, {}
+        if earlier := [write for writes in signalled.values() for write in writes[:-1]]:
             self._memory.put(earlier)
-        self._memory.put([last._replace(signal=self._words_at + WORD_BYTES * position, value=value)])
+        if signalled:
+            self._memory.put([writes[-1] for writes in signalled.values()])
 
     def far_words(self, home: int) -> npt.NDArray[np.int64]:
         """See :meth:`ShmemMemory.words`."""

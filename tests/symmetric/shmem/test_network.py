@@ -76,15 +76,23 @@ def test_data_arrive_with_the_word_that_is_signalled_behind_them(pes: list[int])
             assert puts == []  # nothing leaves before its word
             net.signal(3, 4, 7)
             net.signal(2, 0, 9)
+            assert puts == []  # nor one rank's before another's
             net.signal(2, 1, 10)  # no data
+            assert len(puts) == 2  # words for one rank stay in order
+            net.submit()
+            net.submit()
         job.library.together.wait(20)
         seen = {home: net.far_words(home).tolist() for home in memory.arenas}
         arrived = [own(memory)[start:stop].tolist() for start, stop in ((300, 400), (500, 560), (920, 928))]
         return puts, arrived, seen
 
     results: list[Any] = on_every_rank(job, use, pes=pes)
-    # One launch for each word; what comes before its last data has a launch of its own, since queue pairs differ.
-    assert results[1][0] == [[(pes[3], 60, 7)], [(pes[2], 100, 0)], [(pes[2], 8, 9)], [(pes[2], 0, 10)]]
+    # One launch for the words of several ranks; what comes before its last data has a launch of its own, since queue pairs differ.
+    assert [sorted(launch) for launch in results[1][0]] == [
+        [(pes[2], 100, 0)],
+        sorted([(pes[3], 60, 7), (pes[2], 8, 9)]),
+        [(pes[2], 0, 10)],
+    ]
     assert results[2][1] == [[2] * 100, [0] * 60, [41] * 8] and results[3][1] == [[0] * 100, [2] * 60, [0] * 8]
     expected = {2: [9, 10, 0, 0, 0], 3: [0, 0, 0, 0, 7]}
     assert results[2][2] == results[3][2] == expected  # also those of a mate
@@ -101,6 +109,7 @@ def test_far_words_lie_behind_the_arena_and_are_kept_apart() -> None:
         job.library.together.wait(20)
         for position in range(FAR_WORDS):
             net.signal(1 - rank, position, 1 << 40 | position)
+        net.submit()
         for position in (-1, FAR_WORDS):
             with pytest.raises(IndexError, match="there are 5"):
                 net.signal(1 - rank, position, 1)
@@ -118,8 +127,9 @@ def test_what_no_card_could_read_is_refused() -> None:
         net = memory.network
         assert net is not None
         net.put(1 - rank, 0, torch.zeros(8, dtype=torch.uint8))
+        net.signal(1 - rank, 0, 1)
         with pytest.raises(ValueError, match="memory of the arena only"):
-            net.signal(1 - rank, 0, 1)
+            net.submit()
         with pytest.raises(ValueError, match="contiguous bytes"):
             net.put(1 - rank, 0, own(memory)[:16].view(torch.int64))
         with pytest.raises(ValueError, match="leaves the arena"):
