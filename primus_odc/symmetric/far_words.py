@@ -8,6 +8,7 @@ order of values and is read afresh.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +25,14 @@ class FarWords:
 
     Args:
         layout: of every rank's block.
-        network: holds the blocks.
+        network: takes those for other nodes.
+        look: a copy of a rank's block as it is now.
         me: how this rank is called in messages.
     """
 
-    def __init__(self, layout: WordLayout, network: Network, me: str) -> None:
+    def __init__(self, layout: WordLayout, network: Network, look: Callable[[int], npt.NDArray[np.int64]], me: str) -> None:
         self.layout = layout
+        self._block_of = look
         self._network = network
         self._me = me
         self._seen: dict[int, npt.NDArray[np.int64]] = {}
@@ -66,5 +69,5 @@ class FarWords:
         self._network.signal(rank, self.layout.position(name, index), value)
 
     def _look(self, home: int) -> None:
-        self._seen[home] = self._network.far_words(home)
+        self._seen[home] = self._block_of(home)
         self._looked_at[home] = time.monotonic()

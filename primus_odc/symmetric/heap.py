@@ -20,8 +20,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from primus_odc.errors import PeerError, PeerTimeoutError, ProtocolError
@@ -35,8 +38,11 @@ from primus_odc.symmetric.liveness import PeerWatcher
 from primus_odc.symmetric.network import Network
 from primus_odc.symmetric.presence import come_together
 from primus_odc.symmetric.pulse import HARD_CAP_FACTOR, Pulse
+from primus_odc.symmetric.relay import Relay
 from primus_odc.symmetric.words import WORD_BYTES, WordLayout
 
+_SHOWN = "shown"
+"""Words of a heap over several machines: this rank's far words, where only it looks at them itself."""
 _SPIN_ROUNDS = 20
 _MAX_SLEEP_S = 0.001
 _MAX_SLEEP_DEVICE_S = 0.00005
@@ -126,7 +132,8 @@ class SymmetricHeap:
         self._collecting = False
         plan.add(pattern.PROBE, pattern.probe_bytes(self.world_size))
         far_layout = WordLayout.of({pattern.FAR_WORD: self.world_size, **(far_words or {})})
-        layout = WordLayout.of({**OWN_WORDS, **words, **((far_words or {}) if machines is None else {})})
+        beside = (far_words or {}) if machines is None else {_SHOWN: far_layout.total}
+        layout = WordLayout.of({**OWN_WORDS, **words, **beside})
         self._data = Board.nbytes(layout)
         nbytes = self._data + (max(plan.nbytes, 1) if make_memory is None else 0)
         segments, self._board, self._watcher = come_together(rank, names, nbytes, layout, exchange, timeout_s, machines)
@@ -135,6 +142,7 @@ class SymmetricHeap:
         self.near = self._board.near
         self._memory: Memory | None = None
         self._far: FarWords | None = None
+        self._relay: Relay | None = None
         self._stored: dict[tuple[int, int], int] = {}
         try:
             if make_memory is None:
@@ -147,7 +155,7 @@ class SymmetricHeap:
             if machines is not None:
                 if self._network is None:
                     raise ValueError("ranks of several machines need memory with a network (make_memory)")
-                self._far = FarWords(far_layout, self._network, names[rank])
+                self._far = FarWords(far_layout, self._network, self._look_of(self._network), names[rank])
             self._max_sleep_s = _MAX_SLEEP_S if self.device.type == "cpu" else _MAX_SLEEP_DEVICE_S
             self.signals = 0
             pattern.check_mapping(self)
@@ -156,6 +164,14 @@ class SymmetricHeap:
             self.abort(str(error))
             self.close(goodbye=False)
             raise
+
+    def _look_of(self, network: Network) -> Callable[[int], npt.NDArray[np.int64]]:
+        """How this rank looks at far words of its node; starts to show its own where others may not look at them."""
+        if network.mates_look:
+            return network.far_words
+        words, mine = self.words, self.words.block(self.rank, _SHOWN)
+        self._relay = Relay(network, self.rank, partial(np.copyto, mine), self._board.abort, self.timeout_s)
+        return lambda home: words.block(home, _SHOWN).copy()
 
     @property
     def device(self) -> torch.device:
@@ -180,6 +196,8 @@ class SymmetricHeap:
         """
         self._require_near(rank, f"{word}[{index}]")
         if self._far is not None and word in self._far.layout.lengths:
+            if afresh and self._relay is not None:
+                raise ProtocolError(f"{self.names[self.rank]}: {word} has no order of values, and shown words are as old as the last look")
             return self._far.read(rank, word, index, afresh=afresh)
         return self.words.read(rank, word, index)
 
@@ -366,6 +384,8 @@ class SymmetricHeap:
 
     def close(self, *, goodbye: bool = True) -> None:
         """Leave: stop the watcher. The segments are freed with the last view and the last process."""
+        if self._relay is not None:
+            self._relay.stop()
         if self._memory is not None:
             self._memory.close()
         self._watcher.stop(goodbye=goodbye)

@@ -14,7 +14,13 @@ class Network(Protocol):
 
     Each rank has, besides its arena, a block of *far words* that ranks of other nodes store: 64-bit, at the end of its arena, read by the
     ranks of its own node.
+
+    Attributes:
+        mates_look: whether ranks of one node may look at each other's far words, and then read what these cover; else every rank looks at
+            its own only, and shows them (:mod:`primus_odc.symmetric.relay`).
     """
+
+    mates_look: bool
 
     def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
         """Write ``source`` (uint8 ``[n]``, contiguous, part of this rank's own arena) from byte ``offset`` of the arena of ``rank`` on.
@@ -33,3 +39,6 @@ class Network(Protocol):
 
     def far_words(self, home: int) -> npt.NDArray[np.int64]:
         """The far words of ``home``, this rank or one of its node, as stored by now: int64 ``[number of far words]``."""
+
+    def make_visible(self) -> None:
+        """What the far words of this rank cover, as looked at last, is seen by the other ranks of the node from now on."""

@@ -97,6 +97,11 @@ class Words:
             raise ProtocolError(f"rank {self.rank}: word {name}[{index}]{where} would fall from {int(block[position])} to {value}")
         block[position] = value
 
+    def block(self, rank: int, name: str) -> npt.NDArray[np.int64]:
+        """All words of one name of any rank that is mapped, themselves, not a copy: int64 ``[their number]``."""
+        start = self.layout.offsets[name]
+        return self._blocks[rank][start : start + self.layout.lengths[name]]
+
     def put(self, name: str, value: int, index: int = 0, rank: int | None = None) -> None:
         """Store a payload word (a checksum, the bits of a number) in the block of ``rank`` (None: this one): single writer too, but without
         an order of values."""

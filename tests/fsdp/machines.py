@@ -29,8 +29,9 @@ def move_to_machine(rank: int, hosts: Sequence[str], ranks_per_node: int) -> Non
     os.environ["GLOO_SOCKET_IFNAME"] = "cable0"
 
 
-def engines_on_machines(folder: Path, world_size: int) -> None:
-    """From here on every engine of this process whose ranks are spread over nodes takes those for machines; ``folder`` is shared."""
+def engines_on_machines(folder: Path, world_size: int, *, hides: bool = False) -> None:
+    """From here on every engine of this process whose ranks are spread over nodes takes those for machines; ``folder`` is shared.
+    ``hides``: what arrives is seen by nobody before its owner makes it visible (:class:`tests.symmetric.far_memory.FileNetwork`)."""
     numbers = itertools.count()
 
     def span(
@@ -42,7 +43,7 @@ def engines_on_machines(folder: Path, world_size: int) -> None:
         store = dist.PrefixStore(name, dist.FileStore(str(folder / "meeting"), world_size))
         places = meet(store, mesh.names, mesh.rank, interface="cable0", store_address=(ADDRESSES[0], 1), timeout_s=30)
         nodes = [topology.nodes.node_of[r] for r in range(mesh.world_size)]
-        return in_files(folder / name, nodes, mesh.rank, mesh.exchange), Machines(nodes, places[mesh.rank].address)
+        return in_files(folder / name, nodes, mesh.rank, mesh.exchange, hides=hides), Machines(nodes, places[mesh.rank].address)
 
     def on_the_host(config: OdcConfig, device_type: str, machines: int = 1) -> Transport:
         return "host"  # which would refuse two machines

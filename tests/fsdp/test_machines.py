@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fsdp.checks import failures, run_checks
 from tests.fsdp.machines import engines_on_machines, move_to_machine
+from tests.fsdp.models import check_gradients, tiny_model
+from tests.fsdp.test_engine import COUNTS
 from tests.fsdp.test_loop import ON_FOUR, ON_TWO
 from tests.fsdp.test_nodes import (
     gradients_in_all_modes,
@@ -64,3 +67,16 @@ def test_on_machines(
             first = partial(_machine_of, hosts, 1 if world_size == 2 else 2)
             outcomes[world_size] = run_workers(_on_machines, world_size, tmp_path_factory.mktemp("machines"), timeout_s=100, first=first)
     assert failures(outcomes[world_size], name) == ""
+
+
+def _words_are_shown(rank: int, world_size: int, folder: Path) -> list[float]:
+    engines_on_machines(folder, world_size, hides=True)
+    modes: list[dict[str, Any]] = [{"parameters": "reshard"}, {"parameters": "resident", "verify": "checksum"}]
+    return [check_gradients(tiny_model, COUNTS[4], {"ranks_per_node": 2, **options}) for options in modes]
+
+
+@pytest.mark.timeout(120)
+def test_where_every_rank_shows_its_words_itself(tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        for errors in run_workers(_words_are_shown, 4, tmp_path, timeout_s=100, first=partial(_machine_of, hosts, 2)):
+            assert max(errors) <= 1e-6

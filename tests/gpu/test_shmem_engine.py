@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import primus_odc
 from primus_odc.errors import OdcError
-from primus_odc.symmetric.shmem.write_order import ALL_DEVICES, OWNER, writes_ordering
+from primus_odc.symmetric.shmem.write_order import ALL_DEVICES, OWNER, can_flush, flush_writes, writes_ordering
 from tests.fsdp.models import check_gradients, tiny_model
 from tests.gpu import test_cases, test_engine, test_overlap
 from tests.gpu.models import inputs, loss, reference, require_gpus, shard_wide, wide, worst_error
@@ -309,3 +309,11 @@ def test_the_driver_tells_the_order_of_a_network_cards_writes() -> None:
     found = writes_ordering(torch.device("cuda", 0))
     print("CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING:", found)
     assert found in (0, OWNER, ALL_DEVICES)
+
+
+def test_the_host_can_flush_a_network_cards_writes() -> None:
+    require_gpus(1)
+    device = torch.device("cuda", 0)
+    if not can_flush(device):
+        pytest.skip("this driver has no flush for the host")
+    flush_writes(device)

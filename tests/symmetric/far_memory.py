@@ -26,10 +26,24 @@ _FLUSH_S = 20.0
 
 
 class FileNetwork:
-    """Implements :class:`primus_odc.symmetric.network.Network`; ``misrouted``: rank -> the one whose memory is written instead."""
+    """Implements :class:`primus_odc.symmetric.network.Network`.
 
-    def __init__(self, folder: Path, nodes: Sequence[int], rank: int, nbytes: int, words: int, misrouted: Mapping[int, int]) -> None:
-        self._far_arenas = {r: _arena(folder, misrouted.get(r, r), nbytes) for r, node in enumerate(nodes) if node != nodes[rank]}
+    Args:
+        misrouted: rank -> the one whose memory is written instead.
+        hides: what arrives is seen by nobody before its owner calls :meth:`make_visible`; and mates may not look at words.
+    """
+
+    def __init__(
+        self, folder: Path, nodes: Sequence[int], rank: int, nbytes: int, words: int, misrouted: Mapping[int, int], hides: bool
+    ) -> None:
+        self.mates_look = not hides
+        self._rank = rank
+        where = folder / "hidden" if hides else folder
+        where.mkdir(exist_ok=True)
+        self._far_arenas = {r: _arena(where, misrouted.get(r, r), nbytes) for r, node in enumerate(nodes) if node != nodes[rank]}
+        self._hidden = _arena(where, rank, nbytes)
+        self._visible = _arena(folder, rank, nbytes)
+        self._shown = torch.zeros(nbytes, dtype=torch.uint8)
         self._blocks = {r: _far_block(folder, r, words) for r in range(len(nodes))}
         self._near = {r for r, node in enumerate(nodes) if node == nodes[rank]}
         self._queues: dict[int, deque[Callable[[], object]]] = {r: deque() for r in self._far_arenas}
@@ -60,8 +74,16 @@ class FileNetwork:
 
     def far_words(self, home: int) -> npt.NDArray[np.int64]:
         assert home in self._near, f"far words of rank {home} belong to another node"
+        assert self.mates_look or home == self._rank, f"rank {self._rank} looks at far words of rank {home} itself"
         self.looks += 1
         return self._blocks[home].copy()
+
+    def make_visible(self) -> None:
+        assert not self.mates_look
+        arrived = self._hidden.clone()
+        changed = arrived != self._shown
+        self._visible[changed] = arrived[changed]
+        self._shown = arrived
 
     def flush(self) -> None:
         """Wait until everything has arrived."""
@@ -110,7 +132,13 @@ class FileMemory:
 
 
 def in_files(
-    folder: Path, nodes: Sequence[int], rank: int, exchange: Callable[[Any], list[Any]], misrouted: Mapping[int, int] | None = None
+    folder: Path,
+    nodes: Sequence[int],
+    rank: int,
+    exchange: Callable[[Any], list[Any]],
+    misrouted: Mapping[int, int] | None = None,
+    *,
+    hides: bool = False,
 ) -> MakeMemory:
     """What a heap makes its memory with; ``exchange`` is that of the heap."""
 
@@ -118,9 +146,13 @@ def in_files(
         own = _arena(folder, rank, nbytes)
         own.zero_()
         _far_block(folder, rank, far_words)[:] = 0
+        if hides:
+            (folder / "hidden").mkdir(exist_ok=True)
+            _arena(folder / "hidden", rank, nbytes).zero_()
         exchange("made")
         arenas = {r: own if r == rank else _arena(folder, r, nbytes) for r, node in enumerate(nodes) if node == nodes[rank]}
-        return FileMemory(arenas, FileNetwork(folder, nodes, rank, nbytes, far_words, misrouted or {}), {rank: words[rank]})
+        network = FileNetwork(folder, nodes, rank, nbytes, far_words, misrouted or {}, hides)
+        return FileMemory(arenas, network, {rank: words[rank]})
 
     return make
 

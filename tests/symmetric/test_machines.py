@@ -8,108 +8,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from primus_odc.errors import OdcError, PeerError, PeerTimeoutError, ProtocolError
-from primus_odc.symmetric.arena import ArenaPlan
+from primus_odc.errors import PeerError, PeerTimeoutError, ProtocolError
 from primus_odc.symmetric.heap import SymmetricHeap
-from primus_odc.symmetric.links import Machines
-from tests.symmetric.far_memory import in_files
-from tests.symmetric.harness import FileExchange, Ranks
-from tests.symmetric.hosts import ADDRESSES, ip, move_to, two_hosts
+from tests.symmetric.hosts import ip
+from tests.symmetric.machine_ranks import LONG_S, OPERATION, TWO_AND_ONE, TWO_BY_TWO, Start, hosts, send, start
 
-TWO_BY_TWO, TWO_AND_ONE = (0, 0, 1, 1), (0, 0, 1)
-LONG_S = 60.0
-"""A time-out that no test waits for: who fails earlier did not fail by it."""
-OPERATION = "gather of group layers.3 (epoch 7)"
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[str]]:
-    with two_hosts() as names:
-        yield names
-
-
-def _lives(rank: int, exchange: FileExchange, pipe: Connection, hosts: list[str], nodes: Sequence[int], folder: Path, *rest: Any) -> str:
-    """A rank that does what it is told: ``(function, arguments)`` -> what it returned, or the type and text of an error."""
-    timeout_s, misrouted = rest
-    move_to(hosts[nodes[rank]])
-    plan = ArenaPlan()
-    plan.add("data", 4096)
-    heap = SymmetricHeap(
-        rank,
-        [f"rank {r}" for r in range(len(nodes))],
-        plan,
-        {"step": 1},
-        exchange,
-        timeout_s,
-        in_files(folder, nodes, rank, exchange, misrouted.get(rank)),
-        far_words={"came": len(nodes), "number": 2},
-        machines=Machines(nodes, ADDRESSES[nodes[rank]]),
-    )
-    pipe.send("ready")
-    while (order := pipe.recv()) != "end":
-        function, *arguments = order
-        try:
-            pipe.send(function(heap, *arguments))
-        except OdcError as error:
-            pipe.send((type(error).__name__, str(error)))
-    return "ended"
-
-
-class Machine:
-    """The ranks of one test."""
-
-    def __init__(
-        self, hosts: list[str], folder: Path, nodes: Sequence[int], timeout_s: float, misrouted: dict[int, dict[int, int]]
-    ) -> None:
-        self.nodes = nodes
-        self.ranks = Ranks(len(nodes), folder, _lives, hosts, nodes, folder, timeout_s, misrouted)
-
-    def tell(self, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any) -> None:
-        self.ranks.tell((function, *arguments), *ranks)
-
-    def ask(self, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        self.tell(ranks, function, *arguments)
-        return self.ranks.hear(*ranks)
-
-    def others(self, rank: int) -> list[int]:
-        return [r for r in range(len(self.nodes)) if r != rank]
-
-
-Start = Callable[..., Machine]
-
-
-@pytest.fixture
-def start(hosts: list[str], tmp_path: Path) -> Iterator[Start]:
-    started: list[Machine] = []
-
-    def start_ranks(nodes: Sequence[int], timeout_s: float = LONG_S, misrouted: dict[int, dict[int, int]] | None = None) -> Machine:
-        machine = Machine(hosts, tmp_path, nodes, timeout_s, misrouted or {})
-        started.append(machine)
-        if misrouted is None:
-            machine.ranks.expect("ready")
-        return machine
-
-    yield start_ranks
-    for machine in started:
-        machine.ranks.__exit__()
-
-
-def _send(heap: SymmetricHeap, to: int, epoch: int) -> str:
-    """Put a pattern into the second half of a mate's or another node's data, and signal."""
-    own = heap.view(heap.rank, heap.plan.regions["data"])
-    own[:1024] = epoch
-    heap.put(to, heap.plan.regions["data"], own[:1024], 1024 + 512 * heap.rank)
-    heap.put_word(to, "number", -epoch, epoch % 2) if to not in heap.near else None
-    heap.signal(to, "came", epoch, heap.rank)
-    return "sent"
+__all__ = ["hosts", "start"]
 
 
 def _receive(heap: SymmetricHeap, writer: int, epoch: int, home: int) -> tuple[int, int, int]:
@@ -121,7 +30,7 @@ def _receive(heap: SymmetricHeap, writer: int, epoch: int, home: int) -> tuple[i
 def test_what_is_put_is_there_when_its_word_is(start: Start) -> None:
     machine = start(TWO_BY_TWO)
     for epoch in range(1, 12):
-        assert machine.ask([0, 1], _send, 2, epoch) == ["sent"] * 2
+        assert machine.ask([0, 1], send, 2, epoch) == ["sent"] * 2
         assert machine.ask([2, 3], _receive, 0, epoch, 2) == [(epoch, epoch, -epoch)] * 2, "a mate reads the far words too"
         assert machine.ask([2, 3], _receive, 1, epoch, 2) == [(epoch, epoch, -epoch)] * 2
 
@@ -163,7 +72,7 @@ def _satisfied_waits(heap: SymmetricHeap) -> int:
 
 def test_a_wait_that_was_satisfied_before_fetches_nothing(start: Start) -> None:
     machine = start(TWO_AND_ONE)
-    machine.ask([0], _send, 2, 5)
+    machine.ask([0], send, 2, 5)
     assert machine.ask([2], _satisfied_waits) == [0]
 
 
@@ -281,7 +190,7 @@ def test_a_network_that_is_back_in_time_does_no_harm(start: Start, hosts: list[s
     ip("-n", hosts[0], "link", "set", "cable0", "down")
     time.sleep(0.5)
     ip("-n", hosts[0], "link", "set", "cable0", "up")
-    machine.ask([2], _send, 0, 3)
+    machine.ask([2], send, 0, 3)
     assert machine.ranks.hear(0, 1) == [(3, 3, -3)] * 2
     machine.ask([2], _abort, "over")
     assert all("rank 2 aborted: over" in text for _, text in machine.ask([0, 1], _wait_for_all)), "links live on"

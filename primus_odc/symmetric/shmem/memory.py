@@ -21,8 +21,8 @@ are collective.
 compute. A word is below 2**32 in practice and 8-byte aligned, so its upper half never changes and a copy cannot tear it. Work that a stream
 is given afterwards sees what the word covers. Where a peer's GPU stored both, because its release has system scope and a launch comes after
 what its host saw. Where a network card wrote both, because the device keeps the order of such writes: :mod:`.write_order` asks CUDA for
-that, and refuses to go on where it is not promised. On AMD the library's heap is uncached, so that nothing old can be read; whether the
-order of a card's writes is kept there is unproved.
+that, and where the order is promised to the owner of the memory only, each PE shows its words itself, behind a flush. On AMD the library's
+heap is uncached, so that nothing old can be read; whether the order of a card's writes is kept there is unproved.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from primus_odc.symmetric.shmem.environment import HEAP_SIZE, heap_nbytes, prepa
 from primus_odc.symmetric.shmem.extension import Library, load_extension
 from primus_odc.symmetric.shmem.plan import WORD_BYTES, ArenaMap, Read, Signal, Wait, Write
 from primus_odc.symmetric.shmem.running import running_library
-from primus_odc.symmetric.shmem.write_order import require_write_order
+from primus_odc.symmetric.shmem.write_order import flush_writes, needs_relay
 
 PROBE_BYTES = 4099
 """Of the start-up pattern test, for each pair and direction: more than a page, and odd."""
@@ -85,6 +85,7 @@ class ShmemMemory:
     Attributes:
         arena: this PE's bytes, uint8 ``[nbytes]`` on ``device``, zeroed before any peer could write.
         machines: how many machines the PEs run on.
+        relays: whether PEs of a node may not look at each other's words, but each has to show its own behind :meth:`make_visible`.
         by_stores: PEs of other nodes that the library itself writes to by stores: GPUs of one machine taken for nodes, or machines that
             share NVLink. There a write is as fast as it has blocks; a network card needs one block.
 
@@ -125,8 +126,11 @@ class ShmemMemory:
 
         self._library, first = running_library(self._extension, self._gathering, interface, prepare, use_device)
         self.machines = self._library.machines
-        if library == "nvshmem" and self.machines > 1:
-            require_write_order(device, self.names[rank], read_by_mates=list(nodes).count(nodes[rank]) > 1)
+        self.relays = (
+            library == "nvshmem"
+            and self.machines > 1
+            and needs_relay(device, self.names[rank], read_by_mates=list(nodes).count(nodes[rank]) > 1)
+        )
         closed = self._library.closed_everywhere(self._gathering)
 
         def allocate() -> None:
@@ -233,6 +237,11 @@ class ShmemMemory:
             found.copy_(self._view(address + offset, count * WORD_BYTES).view(torch.int64), non_blocking=True)
         self._finish(self._words_stream, "reading words")
         return found.numpy().copy()
+
+    def make_visible(self) -> None:
+        """What the network has written into this PE's arena, as far as its words were looked at, is seen by the other GPUs of the node."""
+        if self.relays:
+            flush_writes(self._device)
 
     def check(self, operation: str) -> None:
         """Raise what a kernel reported; costs a load from host memory.

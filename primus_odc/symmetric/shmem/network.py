@@ -39,6 +39,7 @@ class ShmemNetwork:
         self._pes = pes
         self._words_at = words_at
         self._count = count
+        self.mates_look = not memory.relays
         self._collected: dict[int, list[Write]] = {}
         self._signalled: dict[int, list[Write]] = {}
 
@@ -75,6 +76,10 @@ class ShmemNetwork:
     def far_words(self, home: int) -> npt.NDArray[np.int64]:
         """See :meth:`ShmemMemory.words`."""
         return self._memory.words(self._words_at, self._count, self._pes[home])
+
+    def make_visible(self) -> None:
+        """See :meth:`ShmemMemory.make_visible`."""
+        self._memory.make_visible()
 
 
 class LibraryMemory:
