@@ -147,6 +147,7 @@ class Engine:
             self._heap.store("begun", self._protocol.epoch)
             self._reshard()  # an evaluation may have left modules unsharded, and with them out of reach what the user did to .grad
             self._gradients.adopt()
+            self._early = self._delivers_early and self._gradients.untouched()
             self._edits.renew()
             for reducer in self._reducers:
                 reducer.reset()
@@ -187,6 +188,7 @@ class Engine:
             with eager, lanes.on(lanes.settle, after_current=False):
                 run(self._heap, self._protocol.settle(self._heap.read))
                 self._edits.fetch()
+            self._gradients.hand_over()
             lanes.join(lanes.settle)
             self._plane.deliveries = None
 
@@ -330,7 +332,7 @@ class Engine:
                 push(self._heap, self._protocol, self._plane, group, contribution)
             if spec.shards > 1:  # in a shard group of one, gradients come parameter by parameter: complete at settle
                 self._tracker.reduced(group)
-            if self._delivers_early:
+            if self._early:
                 deliver_complete(self._heap, self._protocol, self._plane)
 
     def place(self, group: int, dtype: torch.dtype) -> torch.Tensor | None:

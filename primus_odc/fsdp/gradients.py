@@ -77,8 +77,12 @@ class GradientStore:
         """Take over gradients the user assigned: copy them into the buffers, so that the minibatch adds to them.
 
         Raises:
+            ProtocolError: a parameter was frozen or unfrozen since attach.
             UnsupportedModelError: a hook waits for a parameter's gradient in backward, where on demand there is none yet.
         """
+        slots = [(p, u.slots[i].sharded()) for u in self._units for i, p in enumerate(u.spec.params)]
+        if changed := [p.name for p, now in slots if now.requires_grad != p.trainable]:
+            raise ProtocolError(f"requires_grad changed after attach() for {changed}: detach() and attach() again")
         for u, grads, kept in zip(self._units, self._grads, self._sharded, strict=True):
             for i, grad in grads.items():
                 kept[i] = parameter = u.slots[i].sharded()
@@ -113,8 +117,8 @@ class GradientStore:
         return flat if fresh and flat.dtype == spec.sum_dtype else None
 
     def deliver(self, group: int, fill: Callable[[torch.Tensor], None]) -> None:
-        """Set (or add to) ``.grad`` of every trainable parameter of ``group`` from its finished sum, which ``fill`` writes where it is told
-        to: ``[grad_numel]`` in the group's ``sum_dtype``."""
+        """Make (or add to) what :meth:`hand_over` sets as ``.grad`` of every trainable parameter of ``group`` from its finished sum, which
+        ``fill`` writes where it is told to: ``[grad_numel]`` in the group's ``sum_dtype``."""
         unit, flat = self._units[group], self._groups[group]
         parameters = self._sharded[group]  # of begin_minibatch: in backward the module may hold the unsharded ones
         fresh = all(p.grad is None for p in parameters.values())
@@ -131,8 +135,16 @@ class GradientStore:
                     flat[part].add_(total[part])
                 else:
                     flat[part].copy_(total[part])
-        for i, p in parameters.items():
-            p.grad = self._grads[group][i]
+
+    def untouched(self) -> bool:
+        """Whether no parameter has a ``.grad``: what is delivered then can be seen, zeroed or scaled by nobody before :meth:`hand_over`."""
+        return all(p.grad is None for kept in self._sharded for p in kept.values())
+
+    def hand_over(self) -> None:
+        """Set ``.grad`` of every trainable parameter: all groups are delivered."""
+        for kept, grads in zip(self._sharded, self._grads, strict=True):
+            for i, parameter in kept.items():
+                parameter.grad = grads[i]
 
     def _filled(self, group: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
         spec = self._units[group].spec

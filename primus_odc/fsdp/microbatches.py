@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves  # not public, but FSDP2's own in all tested versions
 from torch.utils.hooks import RemovableHandle
 
 from primus_odc.errors import OdcError, ProtocolError
@@ -59,6 +60,7 @@ class MicrobatchTracker:
         ]
         for g, unit in enumerate(units):
             self.handles += [m.register_forward_pre_hook(self._unit_forward(g)) for m in unit.modules]  # type: ignore[attr-defined]
+            self.handles += [m.register_forward_hook(self._unit_output) for m in unit.modules if m is not root]  # type: ignore[attr-defined]
 
     def begin(self, num_microbatches: int | None) -> None:
         """A minibatch begins; ``num_microbatches`` is this rank's own count if it is known."""
@@ -113,12 +115,18 @@ class MicrobatchTracker:
 
     def _root_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._active and torch.is_grad_enabled():
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._backward_began)
+            _on_gradient_of(output, self._backward_began)
+
+    def _unit_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A chunked loss runs the head's backward before, and outside, that of the root's output.
+        if self._active and torch.is_grad_enabled():
+            _on_gradient_of(output, self._watch_backward)
 
     def _backward_began(self, gradient: torch.Tensor) -> None:
         self._in_backward = True
+        self._watch_backward(gradient)
+
+    def _watch_backward(self, gradient: torch.Tensor) -> None:
         if self._active and self._watched() is None:
             backward = _Backward(self._backward_failed)
             self._watched = weakref.ref(backward)
@@ -157,12 +165,8 @@ class _Backward:
             self._failed()
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in a module's output, through tuples, lists, dicts and dataclass-like objects with ``values()``."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _tensors(v)]
-    return []
+def _on_gradient_of(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """``hook`` runs when backward reaches any tensor of a module's output, in whatever container pytree knows; so FSDP2 finds them too."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(hook)

@@ -112,7 +112,8 @@ def global_norm(
 
 def norm_tag(norm_type: float, max_norm: float) -> int:
     """A number below :data:`~primus_odc.primitives.scalar.TAGS`, another one for nearly every other pair."""
-    return zlib.crc32(struct.pack("=dd", norm_type, max_norm)) % TAGS
+    same = math.nan if math.isnan(max_norm) else max_norm + 0.0  # one NaN, one zero
+    return zlib.crc32(struct.pack("=dd", norm_type, same)) % TAGS
 
 
 def _combined(parts: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -204,14 +205,15 @@ def _use_after_detach(model: Tiny, engine: Engine) -> None:
     engine.begin_minibatch(1)
 
 
-def _unfreeze_after_attach() -> None:
-    model = shard(tiny_model())
-    model.head.weight.requires_grad_(False)
-    engine = primus_odc.attach(model)
-    model.head.weight.requires_grad_(True)
-    engine.begin_minibatch(1)
-    dist.barrier()
-    _refused(lambda: _backward(model), (ProtocolError, PeerError), "head.weight", "attach()")
+def _requires_grad_changed_after_attach() -> None:
+    """Frozen then, a parameter would go on moving by momentum and weight decay of the zeros it is given."""
+    for trainable in (True, False):
+        model = shard(tiny_model())
+        model.head.weight.requires_grad_(trainable)
+        engine = primus_odc.attach(model)
+        model.head.weight.requires_grad_(not trainable)
+        dist.barrier()
+        _refused(partial(engine.begin_minibatch, 1), (ProtocolError, PeerError), "head.weight", "attach()")
 
 
 def an_error_on_one_rank_ends_the_others_with_its_reason() -> None:
@@ -336,7 +338,7 @@ ON_TWO: dict[str, Callable[[], None]] = {
     "assign_between_two": wrong_order(_assign_between_two, *ASSIGNED),
     "assign_before_settle": wrong_order(_assign_before_settle, *ASSIGNED),
     "assign_to_a_new_parameter": wrong_order(_assign_to_a_new_parameter, *ASSIGNED),
-    "unfreeze_after_attach": _unfreeze_after_attach,
+    "requires_grad_changed_after_attach": _requires_grad_changed_after_attach,
     "an_error_on_one_rank_ends_the_others_with_its_reason": an_error_on_one_rank_ends_the_others_with_its_reason,
     "an_exception_that_is_caught_inside_backward": an_exception_that_is_caught_inside_backward,
     "calls_of_one_rank_alone": calls_of_one_rank_alone,

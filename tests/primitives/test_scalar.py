@@ -37,3 +37,4 @@ def test_a_number_of_single_precision_is_kept_exactly() -> None:
 def test_usual_norms_have_tags_of_their_own() -> None:
     kinds = list(itertools.product((0.5, 1.0, 2.0, 3.0, 4.0, math.inf), (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, math.inf)))
     assert len({norm_tag(*kind) for kind in kinds}) == len(kinds)
+    assert norm_tag(2.0, 0.0) == norm_tag(2.0, -0.0) and norm_tag(2.0, math.nan) == norm_tag(2.0, -math.nan)
