@@ -14,6 +14,7 @@ from primus_odc.primitives.lanes import Lanes
 from primus_odc.primitives.plane import ArenaPlane
 from primus_odc.primitives.protocol import RankProtocol
 from primus_odc.symmetric.heap import SymmetricHeap
+from primus_odc.symmetric.threads import stop_thread
 
 PROGRESS_S = 0.001
 PROGRESS_DEVICE_S = 0.0002
@@ -94,7 +95,7 @@ class ProgressThread:
         self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), lanes, stopping), name="primus-odc-progress", daemon=True)
         # Also at exit: a daemon thread that the interpreter stops inside a tensor operation aborts the process ("terminate called"), which
         # would hide the exit code and the traceback of a rank that ends in the middle of a minibatch.
-        self._finalizer = weakref.finalize(self, _stop, self._thread, stopping, heap.timeout_s)
+        self._finalizer = weakref.finalize(self, stop_thread, self._thread, stopping, heap.timeout_s)
         self._thread.start()
 
     def serve(self) -> None:
@@ -140,9 +141,3 @@ def _serve(reference: weakref.ref[ProgressThread], lanes: Lanes, stopping: threa
             except BaseException:  # noqa: BLE001  # kept and told by ProgressThread.serve
                 return
             del progress  # or the last reference might be this thread's
-
-
-def _stop(thread: threading.Thread, stopping: threading.Event, timeout_s: float) -> None:
-    stopping.set()
-    if threading.current_thread() is not thread:  # the garbage collector may run in any thread
-        thread.join(timeout=timeout_s)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from primus_odc.symmetric.network import Network
+from primus_odc.symmetric.threads import stop_thread
 
 RELAY_S = 0.0002
 """Between two looks. What waits for a word is a gather or a sum; a look costs this process some 20 us."""
@@ -41,7 +42,7 @@ class Relay:
         stopping = threading.Event()
         turn = _Turn(network, rank, show)
         thread = threading.Thread(target=_run, args=(turn, fail, stopping), name="primus-odc-relay", daemon=True)
-        self._finalizer = weakref.finalize(self, _stop, thread, stopping, timeout_s)
+        self._finalizer = weakref.finalize(self, stop_thread, thread, stopping, timeout_s)
         thread.start()
 
     def stop(self) -> None:
@@ -69,9 +70,3 @@ def _run(turn: _Turn, fail: Callable[[str], None], stopping: threading.Event) ->
         except BaseException as error:  # noqa: BLE001  # told to every rank, this one included, which fails in its next call
             fail(f"showing far words to the ranks of this node: {error}")
             return
-
-
-def _stop(thread: threading.Thread, stopping: threading.Event, timeout_s: float) -> None:
-    stopping.set()
-    if threading.current_thread() is not thread:  # the garbage collector may run in any thread
-        thread.join(timeout=timeout_s)
