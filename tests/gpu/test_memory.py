@@ -27,20 +27,22 @@ def in_use(device: int) -> int:
     return total - free - torch.cuda.memory_reserved(device) + torch.cuda.memory_allocated(device)
 
 
-def added(rank: int, world_size: int, options: dict[str, Any]) -> list[tuple[int, int]]:
-    """(formula, measured) after attach, and after minibatches."""
+def added(rank: int, world_size: int, options: dict[str, Any], beside_another: bool = False) -> list[tuple[int, int]]:
+    """(formula without what a library keeps, measured) after attach, and after minibatches; the engine before, with which a library takes
+    what it keeps, is gone or (``beside_another``) stays."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     warm = primus_odc.attach(shard_wide(wide(depth=1), mp_policy=policy), **options)  # what a first engine loads stays
     warm.begin_minibatch(0)
     warm.settle()
-    warm.detach()
-    del warm
+    if not beside_another:
+        warm.detach()
+        del warm
     model = shard_wide(wide(depth=96), mp_policy=policy)  # 400 MB of fp32
     loss(model, inputs(0, rank, 0)).backward()  # libraries, and what FSDP2 keeps
     model.zero_grad()
     before = in_use(rank)
     engine = primus_odc.attach(model, **options)
-    formula = sum(engine.memory.values())
+    formula = sum(engine.memory.values()) - engine.memory.get("library", 0)
     found = [(formula, in_use(rank) - before)]
     for step in range(2):
         engine.begin_minibatch(2)
@@ -51,6 +53,8 @@ def added(rank: int, world_size: int, options: dict[str, Any]) -> list[tuple[int
     engine.publish()
     found.append((formula, in_use(rank) - before))
     engine.detach()
+    if beside_another:
+        warm.detach()
     return found
 
 

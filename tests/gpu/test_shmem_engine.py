@@ -19,17 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import primus_odc
 from primus_odc.errors import OdcError
 from primus_odc.symmetric.shmem.write_order import ALL_DEVICES, OWNER, can_flush, flush_writes, writes_ordering
-from tests.fsdp.models import check_gradients, tiny_model
-from tests.gpu import test_cases, test_engine, test_overlap
+from tests.gpu import test_cases, test_engine, test_memory, test_nodes, test_overlap
 from tests.gpu.models import inputs, loss, reference, require_gpus, shard_wide, wide, worst_error
-from tests.gpu.test_engine import TINY
 from tests.gpu.test_memory import PAGE, TOLERANCE, in_use
-from tests.gpu.test_nodes import LOCAL
 from tests.workers import WorkerFailedError, run_workers
 
 ROOT = Path(__file__).parents[2]
@@ -55,20 +51,10 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     return run_workers(over_library, world_size, function, *args, timeout_s=timeout_s, gpu=True)
 
 
-def tiny(rank: int, world_size: int) -> dict[str, float]:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    errors = {}
-    for shape in [(world_size,), (2, world_size // 2)]:  # the second: HSDP with its shard groups inside nodes
-        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        for options in LOCAL:
-            errors[f"{shape} {options}"] = check_gradients(tiny_model, TINY[world_size], options, mesh, device="cuda")
-    return errors
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_gradients_equal_one_process(world_size: int) -> None:
-    for errors in run(tiny, world_size, timeout_s=220):
+    for errors in run(test_nodes.tiny, world_size, timeout_s=220):
         assert {case: error for case, error in errors.items() if not error <= 1e-6} == {}
 
 
@@ -206,40 +192,13 @@ def test_no_collective_in_a_step_and_one_launch_for_each_word() -> None:
         assert set(kernels) == {"odc_put"} and 14 <= kernels["odc_put"] <= 16, kernels
 
 
-def added(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """(formula without what the library keeps, measured) after attach and after minibatches, of a second engine: with the first one the
-    library takes what it keeps."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    warm = primus_odc.attach(shard_wide(wide(depth=1), mp_policy=policy))
-    warm.begin_minibatch(0)
-    warm.settle()
-    model = shard_wide(wide(depth=96), mp_policy=policy)  # 400 MB of fp32
-    loss(model, inputs(0, rank, 0)).backward()
-    model.zero_grad()
-    before = in_use(rank)
-    engine = primus_odc.attach(model, parameters="reshard")
-    formula = sum(engine.memory.values()) - engine.memory["library"]
-    found = [(formula, in_use(rank) - before)]
-    for step in range(2):
-        engine.begin_minibatch(2)
-        for index in range(2):
-            loss(model, inputs(step, rank, index)).backward()
-        engine.settle()
-        model.zero_grad()
-    engine.publish()
-    found.append((formula, in_use(rank) - before))
-    engine.detach()
-    warm.detach()
-    return found
-
-
 GRANULE = 16 << 20
 
 
 @pytest.mark.timeout(180)
 def test_the_engine_adds_what_its_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSHMEM_CUMEM_GRANULARITY", str(GRANULE))  # by which the library's heap grows
-    for found in run(added, 2):
+    for found in run(test_memory.added, 2, {"parameters": "reshard"}, True):
         for formula, measured in found:
             assert abs(measured - formula) <= TOLERANCE * formula + GRANULE + 4 * PAGE, found
 
