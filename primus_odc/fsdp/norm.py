@@ -103,7 +103,7 @@ def global_norm(
     # Every rank's numbers in places of their own: sums keep rank order, and a maximum does not lose a NaN in the library's comparison.
     parts = torch.zeros(2, mesh.shards, dtype=torch.float64, device=mine.device)
     parts[0, mesh.shard_index] = mine
-    parts[1, mesh.shard_index] = tag
+    parts[1, mesh.shard_index].fill_(tag)  # assigned, it would come from the host, which then waits for the device
     dist.all_reduce(parts, group=mesh.shard_group)
     differs = (parts[1] != tag).any()
     check.collect(differs)

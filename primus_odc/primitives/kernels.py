@@ -9,22 +9,39 @@ source's slice through its mapping, in a fixed order, so it is reproducible bit 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 32
-"""Beside backward, whose kernels need whole multiprocessors: 64 take a tenth less time (measured: 307 against 279 GB/s over the links) and
-almost twice as many of them."""
-PROGRAMS_ALONE = 64
-"""Where nothing is computed: enough to fill the links."""
-PROGRAMS_HERE = 256
-"""Likewise, where all memory is this device's own, which is wider than the links."""
-_BLOCK = 4096
+from primus_odc.primitives.forms import IN_FLIGHT, PROGRAMS, PROGRAMS_ALONE, PROGRAMS_HERE, form, room
 
 
 @triton.jit
+def _terms(  # type: ignore[no-untyped-def]  # Triton's own language
+    place, shift, offsets, mask, half, DTYPE: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr
+):
+    # What is absent is masked, never branched around: the loads of all sources, and of the blocks to come, are then under way together.
+    if NARROW is None:
+        wide = place.to(tl.pointer_type(DTYPE))
+        if ALIGNED:
+            wide = tl.multiple_of(wide, 16)
+        terms = tl.load(wide + offsets, mask=mask, other=0.0)
+    else:
+        halves = (place - shift).to(tl.pointer_type(NARROW))
+        if ALIGNED:
+            halves = tl.multiple_of(halves, 16)
+        terms = tl.load(halves + offsets, mask=(mask & half) if WIDE else mask, other=0.0).to(DTYPE)
+        if WIDE:
+            wide = place.to(tl.pointer_type(DTYPE))
+            if ALIGNED:
+                wide = tl.multiple_of(wide, 16)
+            terms += tl.load(wide + offsets, mask=mask & (half == 0), other=0.0)
+    return terms
+
+
+@triton.jit(do_not_specialize=["present", "narrow", "shift"])
 def _pull_sum(  # type: ignore[no-untyped-def]  # Triton's own language
     total,
     table,
@@ -34,26 +51,20 @@ def _pull_sum(  # type: ignore[no-untyped-def]  # Triton's own language
     numel,
     SOURCES: tl.constexpr,
     ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
     NARROW: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, step):
+    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, numel, step, num_stages=STAGES):
         offsets = start + tl.arange(0, BLOCK)
         mask = offsets < numel
         value = tl.zeros([BLOCK], dtype=total.dtype.element_ty)
         for s in tl.static_range(SOURCES):
-            if (present >> s) & 1:
-                if (narrow >> s) & 1:
-                    halves = (tl.load(table + s) - shift).to(tl.pointer_type(NARROW))
-                    if ALIGNED:
-                        halves = tl.multiple_of(halves, 16)
-                    value += tl.load(halves + offsets, mask=mask).to(value.dtype)
-                else:
-                    source = tl.load(table + s).to(tl.pointer_type(total.dtype.element_ty))
-                    if ALIGNED:
-                        source = tl.multiple_of(source, 16)
-                    value += tl.load(source + offsets, mask=mask)
+            here = mask & (((present >> s) & 1) != 0)
+            half = ((narrow >> s) & 1) != 0
+            value += _terms(tl.load(table + s), shift, offsets, here, half, total.dtype.element_ty, WIDE, NARROW, ALIGNED)
         tl.store(total + offsets, value, mask=mask)
 
 
@@ -62,16 +73,19 @@ Numbers = Mapping[int, torch.dtype | None]
 """The sources that have something, by number and ascending, and the dtype of what they have; None: that of the sum."""
 
 
-def _narrow_of(present: Sequence[Numbers]) -> tl.dtype:
-    """The one dtype of sources that stayed narrow.
+def _kinds(present: Sequence[Numbers], total: torch.Tensor) -> tuple[int, dict[str, Any]]:
+    """What kinds of sources there are: bytes to be read for a number of one of them, and the kernels' constants WIDE and NARROW.
 
     Raises:
-        ValueError: there are several.
+        ValueError: sources that stayed narrow have several dtypes.
     """
-    found = {dtype for numbers in present for dtype in numbers.values() if dtype is not None}
-    if len(found) > 1:
-        raise ValueError(f"one sum over sources of {sorted(map(str, found))}: all ranks must reduce gradients in one dtype")
-    return _NARROW[found.pop()] if found else tl.bfloat16
+    found = [dtype for numbers in present for dtype in numbers.values()]
+    narrow = {dtype for dtype in found if dtype is not None}
+    if len(narrow) > 1:
+        raise ValueError(f"one sum over sources of {sorted(map(str, narrow))}: all ranks must reduce gradients in one dtype")
+    wide = None in found or not narrow
+    nbytes = (total.element_size() if wide else 0) + (2 if narrow else 0)
+    return nbytes, {"WIDE": wide, "NARROW": _NARROW[narrow.pop()] if narrow else None}
 
 
 class PullSum:
@@ -86,6 +100,7 @@ class PullSum:
         self._sources = len(sources)
         self._shift = shift
         self._programs_alone = PROGRAMS_HERE if here else PROGRAMS_ALONE
+        self._room = room(self._table.device, self._aligned)
 
     def __call__(self, total: torch.Tensor, present: Numbers, alone: bool = False) -> None:
         """``total`` := the sum over the sources ``present``, in the order of their numbers; zeros for none. On the current stream.
@@ -95,7 +110,9 @@ class PullSum:
         """
         mask = sum(1 << s for s in present)
         narrow = sum(1 << s for s, dtype in present.items() if dtype is not None)
-        programs = min(self._programs_alone if alone else PROGRAMS, triton.cdiv(total.numel(), _BLOCK))
+        nbytes, kinds = _kinds([present], total)
+        block, warps, stages = form(self._sources, nbytes, self._room)
+        programs = min(self._programs_alone if alone else PROGRAMS, triton.cdiv(total.numel(), block))
         if programs:
             _pull_sum[(programs,)](
                 total,
@@ -106,15 +123,25 @@ class PullSum:
                 total.numel(),
                 SOURCES=self._sources,
                 ALIGNED=self._aligned,
-                NARROW=_narrow_of([present]),
-                BLOCK=_BLOCK,
-                num_warps=8,
+                STAGES=stages,
+                BLOCK=block,
+                num_warps=warps,
+                **kinds,
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["present", "narrow"])
 def _pull_sums(  # type: ignore[no-untyped-def]  # Triton's own language
-    kind, table, sizes, present, narrow, GROUPS: tl.constexpr, SOURCES: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr
+    kind,
+    table,
+    sizes,
+    present,
+    narrow,
+    GROUPS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for g in tl.static_range(GROUPS):
@@ -127,13 +154,9 @@ def _pull_sums(  # type: ignore[no-untyped-def]  # Triton's own language
             mask = offsets < numel
             value = tl.zeros([BLOCK], dtype=kind.dtype.element_ty)
             for s in tl.static_range(SOURCES):
-                if (present >> (g * SOURCES + s)) & 1:
-                    if (narrow >> (g * SOURCES + s)) & 1:
-                        halves = (tl.load(row + 1 + s) - shift).to(tl.pointer_type(NARROW))
-                        value += tl.load(halves + offsets, mask=mask).to(value.dtype)
-                    else:
-                        source = tl.load(row + 1 + s).to(tl.pointer_type(kind.dtype.element_ty))
-                        value += tl.load(source + offsets, mask=mask)
+                here = mask & (((present >> (g * SOURCES + s)) & 1) != 0)
+                half = ((narrow >> (g * SOURCES + s)) & 1) != 0
+                value += _terms(tl.load(row + 1 + s), shift, offsets, here, half, kind.dtype.element_ty, WIDE, NARROW, False)
             tl.store(total + offsets, value, mask=mask)
 
 
@@ -172,7 +195,9 @@ class PullSums:
         count = len(sources[0])
         bits = {g * count + s: dtype for g, numbers in enumerate(present) for s, dtype in numbers.items()}
         narrow = sum(1 << bit for bit, dtype in bits.items() if dtype is not None)
-        programs = min(PROGRAMS_ALONE if alone else PROGRAMS, triton.cdiv(max(total.numel() for total in totals), _BLOCK))
+        nbytes, kinds = _kinds(present, totals[0])
+        block, warps, _ = form(count, nbytes, IN_FLIGHT)
+        programs = min(PROGRAMS_ALONE if alone else PROGRAMS, triton.cdiv(max(total.numel() for total in totals), block))
         if programs:
             _pull_sums[(programs,)](
                 totals[0],
@@ -182,25 +207,25 @@ class PullSums:
                 narrow,
                 GROUPS=len(totals),
                 SOURCES=count,
-                NARROW=_narrow_of(present),
-                BLOCK=_BLOCK,
-                num_warps=8,
+                BLOCK=block,
+                num_warps=warps,
+                **kinds,
             )
 
 
 @triton.jit
 def _accumulate(  # type: ignore[no-untyped-def]  # Triton's own language
-    target, source, rows, columns, target_stride, source_stride, FRESH: tl.constexpr, BLOCK: tl.constexpr
+    target, source, rows, columns, target_stride, source_stride, FRESH: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr
 ):
     blocks = tl.cdiv(columns, BLOCK)
-    for number in range(tl.program_id(0), rows * blocks, tl.num_programs(0)):
+    for number in tl.range(tl.program_id(0), rows * blocks, tl.num_programs(0), num_stages=STAGES):
         row = (number // blocks).to(tl.int64)
         offsets = (number % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < columns
-        value = tl.load(source + row * source_stride + offsets, mask=mask).to(target.dtype.element_ty)
+        value = tl.load(source + row * source_stride + offsets, mask=mask, other=0.0).to(target.dtype.element_ty)
         place = target + row * target_stride + offsets
         if not FRESH:
-            value += tl.load(place, mask=mask)
+            value += tl.load(place, mask=mask, other=0.0)
         tl.store(place, value, mask=mask)
 
 
@@ -208,7 +233,9 @@ def accumulate(target: torch.Tensor, source: torch.Tensor, fresh: bool, alone: b
     """``target`` += ``source``, or := where ``fresh``, cast to the target's dtype; both ``[rows, columns]`` with rows contiguous. On the
     current stream."""
     rows, columns = target.shape
-    programs = min(PROGRAMS_HERE if alone else PROGRAMS, rows * triton.cdiv(columns, _BLOCK))
+    nbytes = source.element_size() + (0 if fresh else target.element_size())
+    block, warps, stages = form(1, nbytes, room(target.device, True))
+    programs = min(PROGRAMS_HERE if alone else PROGRAMS, rows * triton.cdiv(columns, block))
     if programs:
         strides = target.stride(0), source.stride(0)
-        _accumulate[(programs,)](target, source, rows, columns, *strides, FRESH=fresh, BLOCK=_BLOCK, num_warps=8)
+        _accumulate[(programs,)](target, source, rows, columns, *strides, FRESH=fresh, STAGES=stages, BLOCK=block, num_warps=warps)
