@@ -14,7 +14,7 @@ from primus_odc.bench.published import ARMS, BUDGET_S, MINIBATCHES, TABLE, rende
 from primus_odc.bench.results import load, merge, save
 from primus_odc.bench.shapes import SHAPES
 from primus_odc.bench.summary import BASELINE
-from primus_odc.errors import ConfigError
+from primus_odc.errors import ConfigError, OdcError
 from primus_odc.megatron.compare import run_job
 from primus_odc.megatron.local_ranks import run_ranks
 from primus_odc.report.command import ARMS as COMPARED
@@ -99,7 +99,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: wrong arguments.
-        OdcError: a rank failed; the message holds what it said.
+        OdcError: a rank failed; the message holds what it said. Or the time budget was too small for anything.
     """
     if args.kind == "report":
         if missing := [str(file) for file in args.files if not file.exists()]:
@@ -113,7 +113,7 @@ def run_bench(args: argparse.Namespace) -> int:
         return 0
     if args.kind == "primus":
         return run_in_primus(args)
-    load(Path(args.out))  # rather now than after the measurement
+    before = load(Path(args.out))  # rather now than after the measurement
     if args.kind == "curves":
         _curves(args)
         return 0
@@ -123,6 +123,8 @@ def run_bench(args: argparse.Namespace) -> int:
         file = Path(folder) / "job.json"
         job.write(file)
         run_ranks("primus_odc.bench.worker", [str(file)], job.world_size, silence_s=4 * job.timeout_s, progress=_show)
+    if load(Path(args.out)) == before:
+        raise OdcError(f"the time budget (--budget-s {job.budget_s:g}) ended before the first block: nothing was measured; give more")
     if args.kind == "published":
         _put(render_published(load(Path(args.out))), None)
     return 0

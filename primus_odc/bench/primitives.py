@@ -139,9 +139,10 @@ def _size(job: Job, device: torch.device, clock: Clock, nbytes: int) -> list[dic
 _Pair = tuple[Callable[[], None], Callable[[], None]]
 
 
-def _begin(engine: Engine, model: nn.Module) -> None:
+def _begin(engine: CallRecorder, model: nn.Module) -> None:
     model.zero_grad()
     engine.begin_minibatch(None)
+    engine.gather_again()  # as forward does: what it compares with what was published, settle need not
 
 
 def _operation(

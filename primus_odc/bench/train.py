@@ -48,7 +48,7 @@ def bench_train(job: Job, device: torch.device, started: float) -> None:
             if dist.get_rank() == 0 and measured.has_steps:
                 append(Path(job.out), run, measured.entry())
             measured.check()
-            tell(f"{measured.name}: {'written' if complete else 'the time budget is over; written as far as it got'}: {job.out}")
+            tell(f"{measured.name}: {measured.outcome(complete)}")
             if complete and job.trace is not None:
                 trace_point(Path(job.trace), measured.name, measured.runners(), measured.blocks[0], device, collect)
             if not complete:
@@ -80,6 +80,13 @@ class _Point:
     def has_steps(self) -> bool:
         """Whether anything was measured."""
         return any(self._steps.values())
+
+    def outcome(self, complete: bool) -> str:
+        """What :meth:`measure` came to, in words."""
+        if complete:
+            return f"written: {self._job.out}"
+        over = f"the time budget of {self._job.budget_s:g} s is over"
+        return f"{over}; written as far as it got: {self._job.out}" if self.has_steps else f"{over} before its first block; nothing written"
 
     def measure(self, started: float) -> bool:
         """Run all blocks; returns whether the budget was enough."""

@@ -18,10 +18,12 @@ ARMS = ["nccl_pad", "nccl_zero2", "nccl_localsort", "odc_pad", "odc_nopad", "odc
 SMALL = ["--device", "cpu", "--shape", "tiny", "--layers", "1", "--nproc", "2", "--timeout-s", "50"]
 
 
-def bench(folder: Path, *words: str) -> None:
+def bench(folder: Path, *words: str, status: int = 0) -> str:
+    """What it printed to stderr."""
     process = Program(main_with_forked_ranks, "bench", *words, folder=folder, name="bench")
     process.wait(100)
-    assert process.returncode == 0, process.stderr
+    assert process.returncode == status, process.stderr
+    return process.stderr
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,8 @@ def test_one_model_can_serve_all_arms(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_what_the_budget_does_not_allow_is_not_run(tmp_path: Path) -> None:
     words = ["--points", "1:8192", "--minibatches", "2", "--out", str(tmp_path / "r.json"), "--arms", "nccl_pad", "--budget-s", "0.001"]
-    bench(tmp_path, "train", *words, *SMALL)
+    told = bench(tmp_path, "train", *words, *SMALL, status=2)
+    assert "--budget-s 0.001" in told and "nothing was measured" in told
     assert not (tmp_path / "r.json").exists()
 
 
