@@ -108,6 +108,7 @@ def _main(
             first(rank)
         if gpu:
             torch.cuda.set_device(rank)
+        _use_one_gloo_thread()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
             init_method=f"file://{folder}/store",
@@ -125,6 +126,24 @@ def _main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _use_one_gloo_thread() -> None:
+    """Give every gloo group that this process makes one thread instead of two, which may damage the heap in ``DTensor.full_tensor()``
+    (:func:`primus_odc.fsdp.native.whole` says how). Tests gather thousands of parameters so."""
+    import torch.distributed as dist
+
+    gloo: Any = dist.ProcessGroupGloo
+    make = gloo.__init__
+
+    def make_with_one_thread(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options, interface = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
+        options._devices = [gloo.create_device(interface=interface) if interface else gloo.create_default_device()]
+        options._threads = 1
+        options._timeout = timeout
+        make(self, store, rank, size, options)
+
+    gloo.__init__ = make_with_one_thread
 
 
 class Program:

@@ -11,9 +11,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 all_gather_single: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@torch.no_grad()
+def whole(parameter: DTensor) -> torch.Tensor:
+    """All rows of a parameter that FSDP2 shards by rows, on every rank of its shard group (collective), as ``DTensor.full_tensor()``.
+
+    Over gloo that may damage the process's heap. The two threads of a gloo group note the name of what they have finished in one string,
+    without a lock (torch 2.11 to 2.13, ``ProcessGroupGloo::runLoop``). A name of more than 15 characters lies on the heap, as that of the
+    functional all-gather in ``full_tensor()``, ``ALLGATHER_COALESCED``; if one thread is late, both free the same one. What is called here
+    has a short name.
+    """
+    group = parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
+    mine = parameter.to_local()
+    rows = -(-parameter.shape[0] // group.size())
+    padded = mine.new_zeros(rows, *parameter.shape[1:])
+    padded[: mine.shape[0]] = mine
+    found = mine.new_empty(group.size() * rows, *parameter.shape[1:])
+    all_gather_single(found, padded, group=group)
+    return found[: parameter.shape[0]]
 
 
 class OrdinaryMemory:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from primus_odc.fsdp.native import whole
 from primus_odc.megatron.arm import Arm, Minibatch
 from primus_odc.megatron.lr import build_scheduler
 from primus_odc.megatron.model import PackedGPT, build_gpt
@@ -120,7 +121,7 @@ class Ideal:
         self._source.reshard()
         replica = self._replica
         for own, shard, parameter in zip(replica.model.parameters(), replica.shards, self._source.model.parameters(), strict=True):
-            own.copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+            own.copy_(whole(parameter) if isinstance(parameter, DTensor) else parameter)
             shard.copy_(local(parameter))
 
     def run(self, minibatch: Minibatch) -> IdealRun:
