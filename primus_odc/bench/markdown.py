@@ -14,8 +14,9 @@ ms: median over minibatches of the step on the rank where it lasts longest (quar
 median (quartiles) [lowest..highest]. x ideal: arm / ideal, likewise; share: the part of what is possible, ideal / arm. Idle: part of a
 step in which a rank does not compute, per rank. Exposed settle: on the rank that finishes last, from the end of its last backward until its
 gradients are complete. All settled: from the same moment until every rank has its gradients. Hidden: part of that rank's gradient bytes
-that was moved before. Peak: most memory of any rank, models of other arms left out; engine: what it adds by its formula (and as the device
-saw it when it was attached).
+that was moved before. Host ahead: there, from when the host had started all of a forward or backward until the device was through with it
+(the least of any microbatch); near zero the device waits for its host. Peak: most memory of any rank, models of other arms left out;
+engine: what it adds by its formula (and as the device saw it when it was attached).
 """
 
 
@@ -87,6 +88,7 @@ def _details(points: Sequence[PointSummary]) -> str:
         "clip, ms": lambda arm: f"{arm.clip_ms:.2f}",
         "optimizer, ms": lambda arm: f"{arm.optimizer_ms:.2f}",
         "host waits per rank, ms": lambda arm: " ".join(f"{ms:.0f}" for ms in arm.host_wait_ms) or "-",
+        "host ahead after forward, backward, ms": lambda arm: "{:.0f} {:.0f}".format(*arm.host_ahead_ms) if arm.host_ahead_ms else "-",
         "peak, GiB": lambda arm: f"{arm.peak_gib:.2f}",
         "engine, GiB": lambda arm: f"{arm.engine_gib:.2f} ({arm.engine_seen_gib:.2f})" if arm.engine_gib else "-",
         "loss differs by": lambda arm: f"{arm.loss_difference:.1e}" if arm.loss_difference is not None else "-",

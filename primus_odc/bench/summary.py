@@ -87,6 +87,8 @@ class ArmSummary:
     optimizer_ms: float
     host_wait_ms: tuple[float, ...]
     """[rank] median host time in the engine's waits; empty without an engine."""
+    host_ahead_ms: tuple[float, float] | None
+    """On the rank that finishes last, the least of any microbatch at the end of its forward, and of its backward; medians."""
     peak_gib: float
     """Of the rank that needs most: what stays between steps, the engine's formula, and the most that was allocated on top."""
     engine_gib: float
@@ -166,6 +168,8 @@ def _arm(
         for _, rank in rows
         if rank["bytes_hidden"] is not None and (settled := rank.get("bytes_settled") or rank["bytes_reduced"])
     ]
+    # Files of an older version do not have it; a rank without microbatches has nothing to be ahead of.
+    ahead = [[min(moments) for moments in zip(*rank["host_ahead_ms"], strict=True)] for _, rank in rows if rank.get("host_ahead_ms")]
     waits = [[rank["host_wait_ms"] for rank in step["ranks"]] for step in measured.values()] if on_demand else []
     return ArmSummary(
         arm=arm,
@@ -184,6 +188,7 @@ def _arm(
         clip_ms=median([rank["clipped_at"] - rank["settled_at"] for _, rank in rows]),
         optimizer_ms=median([rank["updated_at"] - rank["clipped_at"] for _, rank in rows]),
         host_wait_ms=tuple(median(column) for column in zip(*waits, strict=True)),
+        host_ahead_ms=(median([forward for forward, _ in ahead]), median([backward for _, backward in ahead])) if ahead else None,
         peak_gib=max((rank["resting"] + rank["above_resting"] for rank in ranks), default=0) / 2**30,
         engine_gib=max((rank["engine"] for rank in ranks), default=0) / 2**30,
         engine_seen_gib=max((rank["engine_seen_by_device"] for rank in ranks), default=0) / 2**30,

@@ -5,6 +5,7 @@ No rank waits for another between the minibatches of a visit unless the arm itse
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ class Marks:
 
     microbatches: list[tuple[Any, Any]] = field(default_factory=list)
     """Start of forward and end of backward of each."""
+    launched: list[tuple[float, Any, float]] = field(default_factory=list)
+    """Of each: when the host had started its forward (``time.perf_counter``), the end of forward, when it had started its backward."""
     computed: Any = None
     """The last backward has ended."""
     settled: Any = None
@@ -57,6 +60,9 @@ class RankStep:
     clipped_at: float
     updated_at: float
     microbatch_ms: list[float]
+    host_ahead_ms: list[tuple[float, float]]
+    """Of each microbatch: from when the host had started all of its forward until the device was through with it, and of its backward. Near
+    zero the device waits for the host. Zero on a CPU, which runs what it starts."""
     loss_sum: float
     grad_norm: float | None
     """Over all ranks, before clipping."""
@@ -165,8 +171,10 @@ class Runner:
             start = self._clock.mark()
             with self._span("forward", number):
                 loss = model(microbatch)
+            started_forward, forward_end = time.perf_counter(), self._clock.mark()
             with self._span("backward", number):
                 (loss * scale).backward()
+            marks.launched.append((started_forward, forward_end, time.perf_counter()))
             total += loss.detach()
             marks.microbatches.append((start, self._clock.mark()))
         marks.computed = marks.microbatches[-1][1] if marks.microbatches else self._clock.mark()
@@ -189,13 +197,24 @@ def _number(norm: torch.Tensor | None) -> float | None:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
+def _ahead(marks: Marks, clock: Clock, begin: Any, host_begin: float) -> list[tuple[float, float]]:
+    if not clock.on_device:
+        return [(0.0, 0.0) for _ in marks.launched]
+    ends = [
+        (clock.ms(begin, forward_end), clock.ms(begin, end))
+        for (_, forward_end, _), (_, end) in zip(marks.launched, marks.microbatches, strict=True)
+    ]
+    hosts = [(1e3 * (forward - host_begin), 1e3 * (backward - host_begin)) for forward, _, backward in marks.launched]
+    return [(end[0] - host[0], end[1] - host[1]) for end, host in zip(ends, hosts, strict=True)]
+
+
 def visit(runner: Runner, minibatches: Sequence[BenchMinibatch], clock: Clock) -> list[list[RankStep]]:
     """[minibatch][rank] what every rank measured; all ranks call it, and get the same."""
     engine = runner.station.engine if runner.station is not None else None
     clock.synchronize()
     dist.barrier()
     clock.synchronize()
-    begin = clock.mark()
+    begin, host_begin = clock.mark(), time.perf_counter()
     done = []
     before_ms = 0.0
     for minibatch in minibatches:
@@ -213,6 +232,7 @@ def visit(runner: Runner, minibatches: Sequence[BenchMinibatch], clock: Clock) -
             clipped_at=clock.ms(begin, marks.clipped),
             updated_at=clock.ms(begin, marks.updated),
             microbatch_ms=[clock.ms(start, end) for start, end in marks.microbatches],
+            host_ahead_ms=_ahead(marks, clock, begin, host_begin),
             loss_sum=float(total),
             grad_norm=_number(marks.grad_norm),
         )

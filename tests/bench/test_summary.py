@@ -52,6 +52,7 @@ def make_step(minibatch: int, waits: list[float], settle: list[float], hidden: i
                 "microbatch_ms": times,
                 "loss_sum": loss / 2,
                 "grad_norm": loss / 10,
+                "host_ahead_ms": [(5.0 + minibatch + rank + i, 30.0 + rank - i) for i in range(len(times))],
                 "host_wait_ms": 4.0 + rank,
                 "bytes_gathered": 1000,
                 "bytes_reduced": 400,
@@ -90,6 +91,22 @@ def test_speed_is_compared_minibatch_by_minibatch() -> None:
     assert ideal.loss_difference is None
     assert odc.peak_gib == 4.0 and odc.engine_gib == 0.5 and odc.engine_seen_gib == 0.25
     assert odc.host_wait_ms == (4.0, 5.0) and odc.hidden_share == 0.75 and nccl.hidden_share is None
+
+
+def test_the_host_is_ahead_by_the_least_of_any_microbatch_on_the_rank_that_finishes_last() -> None:
+    (point,) = summarise([ENTRY])
+    odc = next(arm for arm in point.arms if arm.arm == "odc_nopad")
+    forward, backward = [], []
+    for m in range(3):
+        last = max((0, 1), key=lambda rank: sum(true_ms(rank, bucket) for bucket in LENGTHS[m][rank]))
+        forward.append(5.0 + m + last)
+        backward.append(30.0 + last - (len(LENGTHS[m][last]) - 1))
+    assert odc.host_ahead_ms == (sorted(forward)[1], sorted(backward)[1])
+    older = [
+        {**step, "ranks": [{k: v for k, v in r.items() if k != "host_ahead_ms"} for r in step["ranks"]]} for step in ENTRY["steps"]["ideal"]
+    ]
+    (point,) = summarise([entry(ideal=older)])
+    assert point.arms[0].host_ahead_ms is None
 
 
 def test_exposed_settle_is_that_of_the_rank_that_finishes_last() -> None:
