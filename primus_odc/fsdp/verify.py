@@ -44,15 +44,18 @@ class ReferenceCheck:
             )
 
     def gradients(self, group: int, total: torch.Tensor, epoch: int) -> None:
-        """``total``: the settled gradient shard, ``[grad_numel]``."""
+        """``total``: the settled gradient shard, ``[grad_numel]``; infinities and NaNs of the model's own must be in the same places."""
         self._sums[group].complete()
         reference = self._sums[group].buffer.to(torch.float64)
         dist.all_reduce(reference, group=self._mesh.shard_group)
         if self._mesh.replicate_group is not None:
             dist.all_reduce(reference, group=self._mesh.replicate_group)
-        mine = reference[self._mesh.shard_index]
-        difference = float(torch.linalg.vector_norm(total.to(torch.float64) - mine))
-        norm = float(torch.linalg.vector_norm(mine))
+        # What only fp64 can hold is infinite in the sum's dtype.
+        mine = reference[self._mesh.shard_index].to(total.dtype).to(torch.float64)
+        theirs = total.to(torch.float64)
+        alike = (theirs == mine) | (theirs.isnan() & mine.isnan())
+        difference = float(torch.linalg.vector_norm((theirs - mine).masked_fill(alike, 0.0)))
+        norm = float(torch.linalg.vector_norm(mine.nan_to_num(0.0, 0.0, 0.0)))
         if not difference <= GRADIENT_TOLERANCE * norm:
             raise VerificationError(
                 f"{self._mesh.names[self._mesh.rank]}: gradients of group {self._groups[group].name} differ from the collective sum by "
