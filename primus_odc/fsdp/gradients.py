@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from primus_odc.errors import ProtocolError, UnsupportedModelError
 from primus_odc.fsdp.probe import Unit
+from primus_odc.primitives.contribution import NARROW
 from primus_odc.primitives.spec import cast_nbytes
 
 _ROW = 4096
@@ -167,6 +168,10 @@ class GradientStore:
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply every gradient by ``factor`` (0-dim), which was made from :meth:`local_power_sum`."""
         for flat in self.flat.values():
+            if flat.dtype in NARROW:
+                # One element, not 0-dim: the product is fp32's. In fp16 a factor of a loss scale's size would be zero.
+                flat.mul_(factor.to(torch.float32).view(1))
+                continue
             # On devices a factor of another dtype takes a slow path, and so does a number in device memory times one large tensor.
             torch._foreach_mul_(flat.split(_PART), factor.to(flat.dtype))
 
