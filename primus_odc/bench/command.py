@@ -83,7 +83,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     curves.add_argument("config", type=Path, help="an experiment YAML, for example configs/gpu_curves.yaml")
     curves.add_argument("--arms", nargs="+", choices=list(COMPARED), default=list(COMPARED), metavar="ARM", help="default: all")
     curves.add_argument("--steps", type=_positive, metavar="N", help="of every curve (default: train_iters)")
-    curves.add_argument("--assignments", type=_positive, default=3, metavar="N", help="of samples to ranks (default: 3)")
+    curves.add_argument("--assignments", type=_positive, default=6, metavar="N", help="of samples to ranks, for nccl_pad (default: 6)")
+    curves.add_argument("--of-others", type=_positive, default=2, metavar="N", help="for every other arm: the first N (default: 2)")
     curves.add_argument("--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs; on the CPU the smaller of cores and 4)")
     curves.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes of the YAML's keys")
     curves.add_argument("--out", required=True, metavar="FILE.json", help="result file; an entry is added to it")
@@ -136,6 +137,8 @@ def _curves(args: argparse.Namespace) -> None:
         problems.append(f"--arms: {BASELINE} is what the others are judged by; name it too")
     if args.assignments < 2:
         problems.append(f"--assignments {args.assignments}: a spread needs at least 2")
+    if args.of_others > args.assignments:
+        problems.append(f"--of-others {args.of_others}: at most as many as --assignments {args.assignments}")
     if problems:
         raise ConfigError(problems)
     run_job(
@@ -148,6 +151,7 @@ def _curves(args: argparse.Namespace) -> None:
         result=Path(args.out).absolute(),
         entry="primus_odc.bench.curves:train_curves",
         assignments=args.assignments,
+        of_others=args.of_others,
     )
 
 

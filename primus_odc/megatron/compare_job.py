@@ -36,7 +36,9 @@ class Job:
     entry: str = "primus_odc.megatron.compare_rank:compare"
     """``module:function`` that every rank calls with the job and its device."""
     assignments: int = 1
-    """Of samples to ranks; for loss curves."""
+    """Of samples to ranks; for loss curves of nccl_pad."""
+    of_others: int = 1
+    """Likewise, for those of every other arm."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
