@@ -45,11 +45,13 @@ def restore_collectives(modules: Sequence[FSDPModule]) -> None:
         module.set_custom_reduce_scatter(NativeReduceScatter())  # type: ignore[arg-type]
 
 
-def give_back(modules: Sequence[FSDPModule], ranks: int, *, hsdp: bool, resident: bool) -> None:
-    """Undo :func:`take_over`: collectives, and FSDP2's default of taking the mean over all ``ranks``."""
+def give_back(modules: Sequence[FSDPModule], *, hsdp: bool, resident: bool) -> None:
+    """Undo :func:`take_over`: collectives, and FSDP2's default of taking the mean over all ranks."""
     restore_collectives(modules)
     for module in modules:
-        module.set_gradient_divide_factor(float(ranks))
+        # What FSDP2 begins with, in all tested versions. The number of ranks is not the same: under HSDP it makes FSDP2 ask for a reduction
+        # that gloo does not have.
+        module.set_gradient_divide_factor(None)  # type: ignore[arg-type]
         module.set_force_sum_reduction_for_comms(False)
     if hsdp:
         modules[0].set_requires_all_reduce(True)

@@ -114,7 +114,7 @@ class Engine:
         self._edits = EditCheck(self._mesh.names[self._mesh.rank], [s.name for s in specs], self._plane.lanes, self._device)
         # What verifies looks at sums on the host, or in collectives: not in the middle of backward.
         self._delivers_early = self._progress is not None and config.verify == "off"
-        zeros = Zeros(specs, self._device)
+        zeros = Zeros(specs, self._device, partial=self._mesh.replicate_group is not None)
         self._reducers = [ScatterAccumulate(self, g, unit, zeros) for g, unit in enumerate(self._units)]
         self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
         take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)
@@ -300,7 +300,7 @@ class Engine:
             if self._progress is not None:
                 self._progress.stop()
             self._reshard()
-            give_back(self._modules, self._mesh.world_size, **self._how)
+            give_back(self._modules, **self._how)
             for handle in [*self._handles, *(h for r in self._reducers for h in r.handles)]:
                 handle.remove()
         self._heap.close()

@@ -32,17 +32,22 @@ if TYPE_CHECKING:
 
 
 class Zeros:
-    """What FSDP2 takes for reduced results, and nobody writes: for each dtype of gradients as many zeros as its largest unit needs."""
+    """What FSDP2 takes for reduced results, and nobody writes: for each dtype of gradients as many zeros as its largest unit needs.
 
-    def __init__(self, groups: Sequence[GroupSpec], device: torch.device) -> None:
+    With ``partial`` (HSDP) FSDP2 adds results up and keeps the sum, also beyond :meth:`Engine.detach`, until it reduces by itself. Then it
+    adds that to any size of result, and so does a later engine, as ``requires_grad`` may change between: it gets one zero.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec], device: torch.device, *, partial: bool) -> None:
+        self._partial = partial
         sizes: dict[torch.dtype, int] = {}
         for group in groups:
             sizes[group.grad_dtype] = max(group.grad_numel, sizes.get(group.grad_dtype, 0))
         self._buffers = {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in sizes.items()}
 
     def of(self, group: GroupSpec) -> torch.Tensor:
-        """``[grad_numel]`` in the dtype of the group's ``.grad``."""
-        return self._buffers[group.grad_dtype][: group.grad_numel]
+        """``[grad_numel]`` (``partial``: ``[1]``, of storage for as many) in the dtype of the group's ``.grad``."""
+        return self._buffers[group.grad_dtype][: 1 if self._partial else group.grad_numel]
 
 
 class ScatterAccumulate:
@@ -89,8 +94,7 @@ class ScatterAccumulate:
             whole = numel == self._spec.shards * self._spec.grad_numel
             place = self._engine.place(self._group, dtype) if whole else None
             return torch.empty(numel, dtype=dtype, device=device) if place is None else place
-        # The unit's full size whatever this reduction holds: HSDP's partial sums of two reductions must have one size. In the parameters'
-        # dtype, not the reduction's, to which FSDP2 would have to cast them for every unit of every microbatch.
+        # In the parameters' dtype, not the reduction's, to which FSDP2 would have to cast them for every unit of every microbatch.
         return self._zeros.of(self._spec)
 
     def __call__(
