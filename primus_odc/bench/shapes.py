@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from primus_odc.planning import CostModel
@@ -47,7 +47,7 @@ class Shape:
 
     def cost_model(self, fixed_tokens: float) -> CostModel:
         """Floating-point operations of a sample; a microbatch costs as much as ``fixed_tokens`` tokens without attention on top."""
-        model = CostModel.from_model_shape(
+        return CostModel.from_model_shape(
             num_layers=self.params["num_layers"],
             hidden_size=self.params["hidden_size"],
             ffn_hidden_size=self.params["ffn_hidden_size"],
@@ -55,8 +55,8 @@ class Shape:
             num_query_groups=self.params["num_query_groups"],
             vocab_size=self.vocab_size,
             recompute=True,
+            microbatch_cost=fixed_tokens,
         )
-        return replace(model, fixed=fixed_tokens * model.per_token)
 
 
 def _qwen2(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, divisor: int = 1, **changed: Any) -> Shape:

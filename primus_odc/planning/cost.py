@@ -77,6 +77,16 @@ class CostModel:
         return cls(name=name, per_token=b / ATTENTION_TOKENS, per_token_squared=a / ATTENTION_TOKENS**2)
 
     def _with_fixed(self, tokens: float) -> CostModel:
+        """The same where a microbatch costs as much as ``tokens`` tokens outside attention on top.
+
+        Raises:
+            PlanError: ``tokens`` is negative or not finite, or tokens have no cost.
+        """
+        if not 0.0 <= tokens < math.inf:
+            raise PlanError(
+                f"the fixed cost of a microbatch (odc.microbatch_cost, --microbatch-cost, --fixed-tokens) is {tokens:g} tokens; it must be "
+                "a finite number and not negative"
+            )
         if tokens and not self.per_token:
             raise PlanError(f"cost model {self.name!r}: a fixed cost in tokens has no meaning where b, the cost of a token, is 0")
         return replace(self, fixed=tokens * self.per_token)

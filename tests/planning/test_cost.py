@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from primus_odc.bench.shapes import SHAPES
 from primus_odc.errors import PlanError
 from primus_odc.planning.cost import QWEN_1_5B_FIT, QWEN_7B_FIT, CostModel
 
@@ -93,5 +94,15 @@ def test_fixed_cost_in_tokens_that_cost_nothing() -> None:
 def test_wrong_models_are_refused(spec: str | list[float]) -> None:
     with pytest.raises(PlanError):
         CostModel.from_config(spec)
-    with pytest.raises(PlanError, match="fixed"):
-        CostModel.from_config("linear", microbatch_cost=-1)
+
+
+@pytest.mark.parametrize("tokens", ["-1", "nan", "inf"])
+def test_a_wrong_fixed_cost_is_told_as_it_was_given(tokens: str) -> None:
+    told = rf"--microbatch-cost, --fixed-tokens\) is {tokens} tokens"
+    for spec in ("linear", "attention", (7.0, 2.0)):
+        with pytest.raises(PlanError, match=told):
+            CostModel.from_config(spec, microbatch_cost=float(tokens))
+    with pytest.raises(PlanError, match=told):
+        small_model(microbatch_cost=float(tokens))
+    with pytest.raises(PlanError, match=told):
+        SHAPES["tiny"].cost_model(float(tokens))
