@@ -77,7 +77,12 @@ def find_units(model: nn.Module, shards: int) -> list[Unit]:
     """All communication units of ``model``, parents before children; every FSDP2 module is left resharded.
 
     Must run before custom communication is set; sets the recorder on every module, which the caller replaces.
+
+    Raises:
+        UnsupportedModelError: inference mode is on, or a unit cannot be served.
     """
+    if torch.is_inference_mode_enabled():  # gathered in it, FSDP2's parameters could never be trained again
+        raise UnsupportedModelError("attach() inside torch.inference_mode(): call it outside; evaluation may use inference mode later")
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     slots = [
         ParamSlot(f"{prefix}.{attribute}" if prefix else attribute, m, attribute)
