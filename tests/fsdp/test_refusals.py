@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import primus_odc
 from primus_odc.errors import ConfigError, OdcError, PeerError, ProtocolError, UnsupportedModelError
@@ -314,28 +314,6 @@ def norms_of_different_kinds() -> None:
     engine.detach()
 
 
-def attached_in_inference_mode() -> None:
-    model = shard(tiny_model())
-    with torch.inference_mode():
-        _refused(lambda: primus_odc.attach(model), UnsupportedModelError, "inference_mode")
-    engine = primus_odc.attach(model)
-    with torch.inference_mode():
-        model(microbatch(0, dist.get_rank(), 0)[0])
-    engine.begin_minibatch(1)
-    _backward(model)
-    engine.settle()
-    engine.detach()
-
-
-def offloaded_parameters() -> None:
-    model = shard(tiny_model(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    engine = primus_odc.attach(model)  # on the CPU, offloading moves nothing
-    engine.begin_minibatch(1)
-    _backward(model)
-    engine.settle()
-    engine.detach()
-
-
 ASSIGNED = ("blocks.1.down.bias was assigned inside a minibatch", "before begin_minibatch()")
 ON_TWO: dict[str, Callable[[], None]] = {
     "norms_of_different_kinds": norms_of_different_kinds,
@@ -355,8 +333,6 @@ ON_TWO: dict[str, Callable[[], None]] = {
     "an_error_on_one_rank_ends_the_others_with_its_reason": an_error_on_one_rank_ends_the_others_with_its_reason,
     "an_exception_that_is_caught_inside_backward": an_exception_that_is_caught_inside_backward,
     "calls_of_one_rank_alone": calls_of_one_rank_alone,
-    "attached_in_inference_mode": attached_in_inference_mode,
-    "offloaded_parameters": offloaded_parameters,
 }
 ON_ONE: dict[str, Callable[[], None]] = {
     "settle_twice": wrong_order(_settle_twice, "settle", "begin_minibatch()"),

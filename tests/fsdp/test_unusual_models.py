@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import primus_odc
-from primus_odc.errors import OdcError
+from primus_odc.errors import OdcError, UnsupportedModelError
 from tests.fsdp.checks import failures, relative_error, run_checks
 from tests.fsdp.models import Tiny, full, loss_of, microbatch, reference_gradients, rows, shard, tiny_model, worst_relative_error
 from tests.workers import run_workers
@@ -256,6 +256,28 @@ def evaluation_in_inference_mode() -> None:
         engine.detach()
 
 
+def attached_in_inference_mode() -> None:
+    model = shard(tiny_model())
+    x, y = microbatch(0, dist.get_rank(), 0)
+    with torch.inference_mode(), pytest.raises(UnsupportedModelError, match="inference_mode"):
+        primus_odc.attach(model)
+    engine = primus_odc.attach(model)
+    engine.begin_minibatch(1)
+    loss_of(model, x, y, 1).backward()
+    engine.settle()
+    engine.detach()
+
+
+def offloaded_parameters() -> None:
+    model = shard(tiny_model(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    engine = primus_odc.attach(model)  # on the CPU, offloading moves nothing
+    engine.begin_minibatch(1)
+    x, y = microbatch(0, dist.get_rank(), 0)
+    loss_of(model, x, y, 1).backward()
+    engine.settle()
+    engine.detach()
+
+
 def nothing_trainable() -> None:
     model = shard(tiny_model().requires_grad_(False))
     engine = primus_odc.attach(model)
@@ -332,6 +354,8 @@ CHECKS = {
         next_forward_before_the_last_backward,
         a_forward_without_backward,
         evaluation_in_inference_mode,
+        attached_in_inference_mode,
+        offloaded_parameters,
         nothing_trainable,
         gradients_left_in_fsdp2_are_an_error,
         a_failed_backward_is_not_settled,
