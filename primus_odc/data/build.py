@@ -59,7 +59,7 @@ def build_dataset(
 
     Raises:
         ConfigError: wrong keys, all problems at once.
-        DataError: unreadable data, a damaged cache, an empty split, samples over the cap.
+        DataError: unreadable data, a damaged cache, an empty split, samples over the cap, training data without any target token.
     """
     config = parse_data(params)
     tokenizer = build_tokenizer(params)
@@ -89,7 +89,22 @@ def build_dataset(
     dataset.require_at_most(max_tokens)
     if dataset.truncated:
         _log.warning("%s: %d of %d samples truncated to their first %d tokens", split, dataset.truncated, len(dataset), max_tokens)
+    if split == "train" and not dataset.target_counts.any():
+        raise DataError(_no_target(dataset, source, config.sft_conversation_format, max_tokens))
     return dataset
+
+
+def _no_target(dataset: TokenDataset, source: Source, template: Template, max_tokens: int) -> str:
+    """Training data without a target would be trained to the end, every step skipped."""
+    if template == "text":
+        rule, advice = "every token of a document but its first", "give longer documents"
+    else:
+        rule = "replies only (the assistant's turns, or the response to a prompt)"
+        advice = "give samples with replies, or documents with sft_conversation_format: text"
+    if dataset.truncated:
+        cut = f"samples are cut to {max_tokens} tokens ({dataset.truncated} of them were)"
+        advice = f"{cut}: raise odc.max_tokens_per_microbatch (or seq_length), or {advice}"
+    return f"{source.name}: none of the {len(dataset)} samples to train on has a target token; loss is taken on {rule}; {advice}"
 
 
 def check_data(params: Mapping[str, Any]) -> None:

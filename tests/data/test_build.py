@@ -42,7 +42,7 @@ def test_jsonl_end_to_end(chat: Path, tmp_path: Path) -> None:
 
 def test_another_cap_or_split_needs_no_new_cache(chat: Path, tmp_path: Path) -> None:
     build(chat, tmp_path)
-    build(chat, tmp_path, over="truncate", cap=50, sft_validation_fraction=0.3)
+    build(chat, tmp_path, over="truncate", cap=60, sft_validation_fraction=0.3)
     build(chat, tmp_path, split="validation", sft_validation_fraction=0.3)
     assert len(list((tmp_path / "token_cache").glob("*.lock"))) == 1
     build(chat, tmp_path, sft_max_samples=3)
@@ -88,6 +88,28 @@ def test_truncate_keeps_the_first_tokens_and_reports(chat: Path, tmp_path: Path,
     for before, after in zip(whole, cut, strict=True):
         np.testing.assert_array_equal(before.tokens[:60], after.tokens)
         np.testing.assert_array_equal(before.target_mask[:60], after.target_mask)
+
+
+def test_training_data_without_any_target_are_refused(tmp_path: Path) -> None:
+    def chats(*replies: int) -> Path:
+        path = tmp_path / f"asked{len(replies)}.jsonl"
+        asked, reply = {"role": "user", "content": "U" * 50}, {"role": "assistant", "content": "A"}
+        rows = [{"messages": [asked, reply] if i in replies else [asked]} for i in range(20)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    with pytest.raises(DataError, match=r"asked0\.jsonl: none of the 20 samples .* target token; loss is taken on replies only") as error:
+        build(chats(), tmp_path)
+    assert "samples are cut" not in str(error.value)
+    one = build(chats(7), tmp_path)
+    assert one.target_counts.tolist() == [2 if i == 7 else 0 for i in range(20)]
+    with pytest.raises(DataError, match=r"; samples are cut to 40 tokens \(20 of them were\): raise odc\.max_tokens_per_microb"):
+        build(chats(7), tmp_path, over="truncate", cap=40)
+    held_out = build(chats(), tmp_path, split="validation", sft_validation_fraction=0.5)
+    assert held_out.target_counts.sum() == 0, "only what is trained on is asked for targets"
+    (tmp_path / "short.jsonl").write_text('{"text": "long"}\n')
+    with pytest.raises(DataError, match="loss is taken on every token of a document but its first; samples are cut to"):
+        build(tmp_path / "short.jsonl", tmp_path, over="truncate", cap=1, sft_conversation_format="text")
 
 
 def test_train_and_validation_share_nothing_and_stay(chat: Path, tmp_path: Path) -> None:
