@@ -78,9 +78,14 @@ def _chat_turn(message: Any, key: str, sample_id: str) -> Turn:
 def _prompt_turns(row: Mapping[str, Any], sample_id: str) -> tuple[Turn, ...]:
     prompt, response = _first(row, _PROMPT_KEYS, sample_id), _first(row, _RESPONSE_KEYS, sample_id)
     context = _first(row, _INPUT_KEYS, sample_id)
-    if response is None or (prompt is None and context is None):
+    asks_nothing = prompt is None and context is None
+    if response is None or asks_nothing:
+        # What could have made it a record: a key of these that is there holds null.
+        wanted = ("messages", *(_RESPONSE_KEYS if response is None else ()), *(_PROMPT_KEYS + _INPUT_KEYS if asks_nothing else ()))
+        null = " and ".join(repr(key) for key in wanted if key in row)
+        fault = f"the value of {null} is null, and no other accepted form is" if null else "no accepted form"
         raise DataError(
-            f"sample {sample_id!r}: no accepted form among the keys {sorted(row)}; give 'messages', or one of {', '.join(_PROMPT_KEYS)} "
+            f"sample {sample_id!r}: {fault} among the keys {sorted(row)}; give 'messages', or one of {', '.join(_PROMPT_KEYS)} "
             f"with one of {', '.join(_RESPONSE_KEYS)}, or ask for the text form and give 'text'"
         )
     asked = "\n\n".join(part for part in (prompt, context) if part)

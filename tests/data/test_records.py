@@ -48,7 +48,10 @@ def test_text_form_reads_only_text() -> None:
     ("row", "reason"),
     [
         ({"promt": "P", "response": "R"}, r"no accepted form among the keys \['promt', 'response'\]"),
-        ({"prompt": "P"}, "no accepted form"),
+        ({"prompt": "P"}, r"no accepted form among the keys \['prompt'\]; give"),
+        ({"prompt": "P", "input": None, "response": None}, r"the value of 'response' is null, .* \['input', 'prompt', 'response'\]; give"),
+        ({"prompt": None, "input": None, "output": "O"}, "the value of 'prompt' and 'input' is null, "),
+        ({"messages": None, "prompt": "P", "context": None}, "the value of 'messages' is null, "),
         ({"prompt": "P", "instruction": "I", "response": "R"}, "prompt and instruction mean the same"),
         ({"prompt": 3, "response": "R"}, "prompt must be text, not int"),
         ({"prompt": "P", "response": "\ud800"}, "response is not valid Unicode.*at character 0"),
