@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ import numpy.typing as npt
 
 from primus_odc._config_values import likely
 from primus_odc.errors import PlanError
+
+_SHOWN = 80  # characters of a wrong entry in a message
+_WHOLE_ESCAPES = re.compile(r"((?:\\u[0-9a-f]{4}|\\[^u]|[^\\])*).*")
+"""JSON without line breaks: group 1 ends before an escape that is cut off."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -105,5 +110,11 @@ def _number(word: str, line: int) -> int:
 def _length(value: Any, where: str) -> int:
     length = value.get("length") if isinstance(value, dict) else value
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise PlanError(f"{where} is {json.dumps(value)[:80]}; a sample length is a whole number of tokens, at least 1, counted beforehand")
+        raise PlanError(f"{where} is {_shown(value)}; a sample length is a whole number of tokens, at least 1, counted beforehand")
     return length
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value as JSON, not cut inside an escape such as ``\\u6f22``."""
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else _WHOLE_ESCAPES.sub(r"\1...", text[:_SHOWN], count=1)

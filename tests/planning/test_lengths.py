@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,18 @@ def test_bad_files(tmp_path: Path, suffix: str, text: str, message: str) -> None
     path.write_text(text)
     with pytest.raises(PlanError, match=message):
         read_lengths(path)
+
+
+@pytest.mark.parametrize("before", range(8))
+@pytest.mark.parametrize("character", ["\u6f22", '"', "\\", "\n"])
+def test_a_long_entry_is_not_cut_inside_an_escape(character: str, before: int, tmp_path: Path) -> None:
+    text = "x" * before + character * 80
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"t": text}))
+    with pytest.raises(PlanError) as caught:
+        read_lengths(tmp_path / "chat.jsonl")
+    shown, _, rest = str(caught.value).partition("chat.jsonl is ")[2].rpartition("...; a sample length is ")
+    assert rest and 80 - 6 < len(shown) <= 80
+    assert text.startswith(json.loads(shown + '"}')["t"])
 
 
 def test_missing_file_names_the_distributions(tmp_path: Path) -> None:
