@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from primus_odc.config import OdcConfig
 from primus_odc.errors import PlanError
 from primus_odc.planning.cost import CostModel
 from primus_odc.planning.lengths import DISTRIBUTIONS, named_distribution, read_lengths
@@ -22,7 +23,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=_positive, metavar="N", help="max_tokens_per_microbatch (default: the longest a sample can be)"
     )
-    parser.add_argument("--cost-model", default="attention", help="linear, attention, or your own fit a,b (default: attention)")
+    parser.add_argument(
+        "--cost-model",
+        default="attention",
+        help="linear, attention, or your own fit a,b (default: attention; training plans with odc.cost_model, by default "
+        f"{OdcConfig().cost_model})",
+    )
     parser.add_argument(
         "--microbatch-cost", type=float, default=0.0, metavar="TOKENS", help="fixed cost of a microbatch, odc.microbatch_cost (default: 0)"
     )

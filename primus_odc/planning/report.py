@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from primus_odc.config import OdcConfig
 from primus_odc.errors import PlanError
 from primus_odc.planning.cost import CostModel
 from primus_odc.planning.policies import plan_minibatch
@@ -137,8 +138,9 @@ def render(report: dict[str, Any]) -> str:
     spread = ", ".join(f"{key} {tokens[key]:.0f}" for key in ("mean", "p50", "p90", "p99", "max"))
     lines = [
         f"{report['source']}: {report['samples']} samples, tokens {spread}",
-        f"cap {report['max_tokens_per_microbatch']} tokens per microbatch; cost model {report['cost_model']}, "
+        f"cap {report['max_tokens_per_microbatch']} tokens per microbatch; cost model {report['cost_model']} (--cost-model), "
         f"a microbatch costs {report['microbatch_cost']:g} tokens beside its samples",
+        f"Training plans with its own key odc.cost_model instead (default: {OdcConfig().cost_model}).",
         "Predicted from computing and waiting alone: communication itself is not in these numbers.",
         *(f"{arm:<14}  {line}" for name, meaning in report["arms"].items() for arm, line in _lines(name, meaning)),
     ]
@@ -149,7 +151,7 @@ def render(report: dict[str, Any]) -> str:
 
 def _render_point(point: dict[str, Any]) -> Iterator[str]:
     planning = ", ".join(f"{policy} {ms:.1f} ms" for policy, ms in point["planning_ms_median"].items())
-    yield f"{point['ranks']} ranks, {point['samples_per_rank']} samples per rank, {point['minibatches']} minibatches"
+    yield f"{point['ranks']} ranks, {point['samples_per_rank']} samples per rank, {_minibatches(point['minibatches'])}"
     yield f"  planning one took {planning}"
     over = "  ".join(f"x {baseline:>14}" for baseline in BASELINES)
     yield f"  {'arm':<14}  {'idle mean':>9}  {'idle max':>8}  {over}"
@@ -184,6 +186,10 @@ def _zero2_sentence(gains: dict[str, float]) -> str:
     if own > 2.0 - _EVEN:
         return f"nccl_zero2 gains nothing over nccl_pad: {lost}."
     return f"nccl_zero2 loses to nccl_pad: {lost}; with few microbatches a rank those two are most of the step."
+
+
+def _minibatches(count: int) -> str:
+    return f"{count} minibatch{'' if count == 1 else 'es'}"
 
 
 def _lines(name: str, meaning: str) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from primus_odc.config import parse_odc
 from primus_odc.errors import PlanError
 from primus_odc.planning import CostModel, plan_minibatch
 from primus_odc.planning.command import add_plan_arguments, run_plan
@@ -53,7 +54,17 @@ def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         row = next(line.split() for line in text.splitlines() if line.startswith(f"  {arm} "))
         assert row[-2:] == [f"{arms[arm]['speedup_over'][over]:.3f}" for over in ("nccl_pad", "nccl_localsort")]
     assert all(f"\n{arm:<14}  " in text for arm in ARMS) and "6 bytes a parameter more" in " ".join(text.split())
+    said = " ".join(text.split())
+    assert "cost model linear (--cost-model)" in said and f"odc.cost_model instead (default: {parse_odc({}).odc.cost_model})" in said
+    assert ", 1 minibatch\n" in text
     assert "microbatches per rank" in text and "idle per rank" in text
+
+
+def test_help_tells_the_cost_model_of_training() -> None:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    told = " ".join(parser.format_help().split())
+    assert f"(default: attention; training plans with odc.cost_model, by default {parse_odc({}).odc.cost_model})" in told
 
 
 def test_every_combination_of_a_named_distribution(capsys: pytest.CaptureFixture[str]) -> None:
