@@ -14,7 +14,7 @@ from primus_odc._config_values import nearest
 from primus_odc.errors import ConfigError
 from primus_odc.report.agreement import disagreements
 from primus_odc.report.html import write_page
-from primus_odc.report.logs import compare_logs
+from primus_odc.report.logs import compare_logs, log_path
 from primus_odc.report.machine import describe_command
 from primus_odc.report.result import ComparisonResult
 from primus_odc.report.table import render_table
@@ -92,6 +92,9 @@ def option_problems(args: argparse.Namespace, arms: Sequence[str]) -> list[str]:
         problems += [
             f"--from-logs reads finished runs, {name} has no meaning with it" for name, value in given.items() if value is not None
         ]
+        run_a, run_b = args.from_logs
+        if os.path.realpath(log_path(run_a)) == os.path.realpath(log_path(run_b)):
+            problems.append(f"--from-logs: {run_a} and {run_b} are the same run; give the folders of two")
     elif args.config is None:
         problems.append("compare needs an experiment YAML to run the arms of, or --from-logs A B")
     problems += [f"--arms: {arm!r} is not known, did you mean {nearest(arm, ARMS)!r}? allowed: {', '.join(ARMS)}" for arm in unknown]

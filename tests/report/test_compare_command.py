@@ -70,6 +70,15 @@ def test_all_wrong_options_at_once() -> None:
     assert len(refusal.value.problems) == 3
 
 
+def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
+    run = write(tmp_path / "a", HEADER, [step(i) for i in range(4)])
+    (tmp_path / "link").symlink_to(run)
+    for other in (run, run / "steps.jsonl", tmp_path / "link", run / ".." / "a"):
+        with pytest.raises(ConfigError, match=r"--from-logs: .*a and .* are the same run; give the folders of two"):
+            run_compare(parse(["--from-logs", str(run), str(other), "--output", str(tmp_path / "out")]))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("arm", "meant"), [("odc_no_pad", "odc_nopad"), ("zero2", "nccl_zero2"), ("nccl", "nccl_pad")])
 def test_misspelt_arms(arm: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"--arms: '{arm}' is not known, did you mean '{meant}'"):
