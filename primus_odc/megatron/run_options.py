@@ -111,10 +111,12 @@ def _require_devices(backend: Any) -> None:
         return
     found, needed = importlib.import_module("torch").cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if found < needed:
+        who = f"each of {needed} processes" if needed > 1 else "the one process"
+        fewer = "start fewer (GPUS_PER_NODE), or " if found else ""  # without any GPU fewer processes would not do either
         raise ConfigError(
             [
-                f"distributed_backend: nccl needs a GPU for each of {needed} processes of this host and torch sees {found}; start fewer "
-                "(GPUS_PER_NODE), or set distributed_backend: gloo to train on the CPU"
+                f"distributed_backend: nccl needs a GPU for {who} of this host and torch sees {found}; {fewer}set distributed_backend: "
+                "gloo to train on the CPU"
             ]
         )
 

@@ -52,5 +52,5 @@ def test_a_preset_lacks_nothing_but_gpus(tmp_path: Path, preset: str) -> None:
 def test_what_primus_cannot_do_is_told_together(tmp_path: Path) -> None:
     told = doctor(tmp_path, str(PRESETS / "tiny_sft.yaml"), "--pipeline_model_parallel_size", "2", "--use_torch_fsdp2", "false")
     problems = "\n".join(told["configuration problem"])
-    for key in ("pipeline_model_parallel_size", "use_torch_fsdp2", "GPUS_PER_NODE"):
+    for key in ("pipeline_model_parallel_size", "use_torch_fsdp2", "needs a GPU for each of 2"):
         assert key in problems, problems

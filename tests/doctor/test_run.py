@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,11 @@ def test_gpus_of_several_nodes_need_the_kernels(monkeypatch: pytest.MonkeyPatch)
     assert "PRIMUS_ODC_BUILD=nvshmem pip install" in told and "these ranks are on 2 machines" in told
 
 
-def test_gpus_that_are_not_there() -> None:
+@pytest.mark.parametrize(("seen", "advice"), [(0, "set distributed_backend: gloo"), (4, "start fewer (GPUS_PER_NODE), or set ")])
+def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, seen: int, advice: str) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: seen)
     (told,) = problems(run.check_run(Job(config=GPU, ranks=8)))
-    assert "needs a GPU for each of 8 processes" in told
+    assert f"needs a GPU for each of 8 processes of this host and torch sees {seen}; {advice}" in told
 
 
 def test_several_nodes() -> None:
@@ -172,6 +175,14 @@ def test_what_primus_cannot_be_asked_for_is_told_with_the_missing_gpus(primus: I
         "GPUS_PER_NODE",
     ):
         assert key in told, told
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_primus_on_a_host_without_a_gpu(primus: InPrimus, ranks: int) -> None:
+    primus.params = {"stage": "odc_sft"}
+    who = "the one process" if ranks == 1 else "each of 2 processes"
+    told = "\n".join(problems(run.check_run(replace(PRIMUS, ranks=ranks, facts={"gpus": 0}))))
+    assert f"Primus needs a GPU for {who} of this host and torch sees 0: train a self-contained YAML on the CPU" in told
 
 
 def test_primus_without_us(primus: InPrimus) -> None:

@@ -204,7 +204,7 @@ def test_check_trains_nothing_and_refuses_what_training_would(
     assert run_train(arguments(*words)) == 0
     assert not list(tmp_path.iterdir())
     capsys.readouterr()
-    with pytest.raises(ConfigError, match="needs a GPU for each of 1 processes"):
+    with pytest.raises(ConfigError, match="needs a GPU for the one process of this host and torch sees 0; set distributed_backend: gloo"):
         run_train(arguments(*words, "--distributed_backend", "nccl"))
     assert "nothing wrong" not in capsys.readouterr().out
     run = tmp_path / "primus_odc" / "local" / "smoke"
