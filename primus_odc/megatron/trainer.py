@@ -242,9 +242,6 @@ def _summary(options: RunOptions, arm: Arm, dataset: TokenDataset) -> None:
     logger.info("arm %s on %s: %s plan, cost model %s", arm.name, ranks, arm.policy, options.cost_model.name)
     logger.info("model: %d parameters in %d FSDP2 units", count, arm.num_units)
     logger.info("data: %s", dataset.summary())
-    logger.info(
-        "%d minibatches of %d samples; log: %s",
-        options.train.train_iters,
-        options.train.global_batch_size,
-        log_path(options.experiment.root),
-    )
+    steps, batch = options.train.train_iters, options.train.global_batch_size
+    work = f"{steps} minibatch{'es' if steps > 1 else ''} of {batch} sample{'s' if batch > 1 else ''}"
+    logger.info("%s; log: %s", work, log_path(options.experiment.root))
