@@ -175,8 +175,8 @@ def test_all_but_the_first_of_a_host_wait_for_their_end(local_rank: str | None, 
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_one_process_has_one_thread_as_under_torchrun_and_says_so(tmp_path: Path) -> None:
-    words = ("--comm_backend", "odc_nopad", *DATA, "--eval_iters", "0", "--train_iters", "1")
-    words += ("--lr_decay_iters", "1", "--lr_warmup_iters", "0")
+    words = ["--comm_backend", "odc_nopad", *DATA, "--eval_iters", "0", "--train_iters", "1"]
+    words += ["--lr_decay_iters", "1", "--lr_warmup_iters", "0"]
     inherited = {key: value for key, value in environment(tmp_path).items() if key != "OMP_NUM_THREADS"}
     command = [sys.executable, "-m", "primus_odc", "train", str(SMOKE), *words]
     done = subprocess.run(command, env=inherited, capture_output=True, text=True, timeout=TIMEOUT_S - 10, check=False)
