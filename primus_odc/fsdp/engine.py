@@ -37,7 +37,7 @@ from primus_odc.fsdp.gradients import GradientStore
 from primus_odc.fsdp.mesh import Mesh, find_mesh
 from primus_odc.fsdp.microbatches import MicrobatchTracker
 from primus_odc.fsdp.norm import NormCheck, clip, global_norm
-from primus_odc.fsdp.probe import Unit, find_units
+from primus_odc.fsdp.probe import Unit, find_units, reshard
 from primus_odc.fsdp.reduce import ScatterAccumulate, Zeros
 from primus_odc.fsdp.verify import ReferenceCheck
 from primus_odc.primitives.contribution import Contribution
@@ -84,12 +84,13 @@ class Engine:
             raise ProtocolError("this model has an engine already: detach() it first")
         self._model: nn.Module = model
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._units: list[Unit] = []
         self._reshard()  # an evaluation may have left modules unsharded
         self._mesh: Mesh = find_mesh(model)
         self._device: torch.device = next(model.parameters()).device
         transport = resolve_transport(config, self._device.type, len(set(self._mesh.machines)))
         try:
-            self._units: list[Unit] = find_units(model, self._mesh.shards)
+            self._units = find_units(model, self._mesh.shards)
             self.choices = choose(config, transport, [u.spec for u in self._units], self._mesh, self._device)
             self._check_agreement(config)
             parts = assemble(
@@ -353,8 +354,7 @@ class Engine:
         self._gradients.deliver(group, fill)
 
     def _reshard(self) -> None:
-        for module in self._modules:
-            module.reshard()
+        reshard(self._modules, self._units)
 
     def _reshard_for_optimizer(self) -> None:
         # What FSDP2 frees and records belongs into the stream in which the model computes.

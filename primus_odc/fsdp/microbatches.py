@@ -34,7 +34,8 @@ class MicrobatchTracker:
 
     Attributes:
         announced: this rank's number of microbatches in the present minibatch; None where it was not said.
-        microbatches: how many have begun.
+        microbatches: how many have begun and were not given up. One that the next finds without an output has raised, and the script went
+            on.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class MicrobatchTracker:
         self._active = False
         self._closing = False
         self._in_backward = False
+        self._in_forward = False
+        self._given_up = 0
         self._watched: Callable[[], _Backward | None] = lambda: None
         self._pending = [0] * len(units)
         self._reduced: set[int] = set()
@@ -66,10 +69,10 @@ class MicrobatchTracker:
         """A minibatch begins; ``num_microbatches`` is this rank's own count if it is known."""
         self.announced = num_microbatches
         self._active = True
-        self._closing = self._in_backward = False
+        self._closing = self._in_backward = self._in_forward = False
         self._pending = [0] * len(self._pending)
         self._reduced.clear()
-        self.microbatches = 0
+        self.microbatches = self._given_up = 0
 
     def end(self) -> None:
         """The minibatch is settled; forwards until the next :meth:`begin` are evaluation.
@@ -78,7 +81,8 @@ class MicrobatchTracker:
             ProtocolError: fewer microbatches ran than were announced.
         """
         self._active = False
-        if self.announced is not None and self.microbatches != self.announced:
+        # One that was announced may have been given up, or tried again.
+        if self.announced is not None and not self.microbatches <= self.announced <= self.microbatches + self._given_up:
             raise ProtocolError(
                 f"settle() after {self.microbatches} microbatches where begin_minibatch(num_microbatches={self.announced}) announced "
                 f"{self.announced}; a microbatch is one forward of the root module with gradients enabled (pass None if yours is not)"
@@ -104,7 +108,11 @@ class MicrobatchTracker:
         if not (self._active and torch.is_grad_enabled()):
             return
         with self._guard("forward of all groups"):
-            self.microbatches += 1
+            if self._in_forward:
+                self._given_up += 1
+            else:
+                self.microbatches += 1
+            self._in_forward = True
             if self.announced is not None and self.microbatches > self.announced:
                 raise ProtocolError(
                     f"microbatch {self.microbatches} begins where begin_minibatch(num_microbatches={self.announced}) announced "
@@ -115,6 +123,7 @@ class MicrobatchTracker:
 
     def _root_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._active and torch.is_grad_enabled():
+            self._in_forward = False
             _on_gradient_of(output, self._backward_began)
 
     def _unit_output(self, module: nn.Module, args: Any, output: Any) -> None:

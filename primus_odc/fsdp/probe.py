@@ -73,6 +73,19 @@ class _Recorder:
             row[start:stop] = (index >> (8 * self.digit) & 0xFF).to(torch.uint8)
 
 
+def reshard(modules: Sequence[FSDPModule], units: Sequence[Unit]) -> None:
+    """Reshard all ``modules``, also those whose last forward raised: FSDP2 takes it to be running still, and frees nothing in it that does
+    not reshard after forward."""
+    for module in modules:
+        module.reshard()
+    for unit in units:
+        if not isinstance(unit.slots[0].current(), DTensor):
+            for module in unit.modules:
+                module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
+                module.set_reshard_after_forward(False, recurse=False)
+
+
 def find_units(model: nn.Module, shards: int) -> list[Unit]:
     """All communication units of ``model``, parents before children; every FSDP2 module is left resharded.
 
