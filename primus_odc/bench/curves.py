@@ -89,15 +89,15 @@ def train_curves(job: Job, device: torch.device) -> None:
     vocab_size = train.padded_vocab_size(build_tokenizer(params).vocab_size)
     stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
     drawn = [stream.next() for _ in range(job.steps or train.train_iters)]
+    counts = {arm: job.assignments if arm == BASELINE else job.of_others for arm in job.arms}
     for option in options:  # that every assignment exists is known before anything is trained
         for indices in drawn:
             lengths = [dataset[int(i)].tokens.size for i in indices]
-            most = job.assignments if option.comm.arm == BASELINE else job.of_others
-            plan_assignment(most - 1, policy_of(option.comm.arm), lengths, job.world_size, max_tokens, option.cost_model)
+            plan_assignment(counts[option.comm.arm] - 1, policy_of(option.comm.arm), lengths, job.world_size, max_tokens, option.cost_model)
     mesh = init_device_mesh(device.type, (job.world_size,))
     curves: dict[str, list[list[float]]] = {arm: [] for arm in job.arms}
     for assignment in range(job.assignments):
-        for option in options if assignment < job.of_others else [option for option in options if option.comm.arm == BASELINE]:
+        for option in (option for option in options if assignment < counts[option.comm.arm]):
             arm = Arm(option.params, option.comm, vocab_size, mesh, device)
             losses: list[float] = []
             with collecting_between_steps() as collect:
@@ -119,8 +119,7 @@ def train_curves(job: Job, device: torch.device) -> None:
                         losses.append(outcome.loss)
                     collect()
             curves[arm.name].append(losses)
-            count = job.assignments if arm.name == BASELINE else job.of_others
-            tell(f"{arm.name}, assignment {assignment + 1} of {count}: loss {losses[0]:.4f} to {losses[-1]:.4f}")
+            tell(f"{arm.name}, assignment {assignment + 1} of {counts[arm.name]}: loss {losses[0]:.4f} to {losses[-1]:.4f}")
             arm.close()
             del arm
             gc.collect()

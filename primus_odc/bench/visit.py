@@ -200,12 +200,10 @@ def _number(norm: torch.Tensor | None) -> float | None:
 def _ahead(marks: Marks, clock: Clock, begin: Any, host_begin: float) -> list[tuple[float, float]]:
     if not clock.on_device:
         return [(0.0, 0.0) for _ in marks.launched]
-    ends = [
-        (clock.ms(begin, forward_end), clock.ms(begin, end))
-        for (_, forward_end, _), (_, end) in zip(marks.launched, marks.microbatches, strict=True)
+    return [
+        (clock.ms(begin, forward_end) - 1e3 * (forward - host_begin), clock.ms(begin, end) - 1e3 * (backward - host_begin))
+        for (forward, forward_end, backward), (_, end) in zip(marks.launched, marks.microbatches, strict=True)
     ]
-    hosts = [(1e3 * (forward - host_begin), 1e3 * (backward - host_begin)) for forward, _, backward in marks.launched]
-    return [(end[0] - host[0], end[1] - host[1]) for end, host in zip(ends, hosts, strict=True)]
 
 
 def visit(runner: Runner, minibatches: Sequence[BenchMinibatch], clock: Clock) -> list[list[RankStep]]:

@@ -117,14 +117,11 @@ def _namespace(value: Any) -> Any:
 def _require_gpus(job: Job) -> None:
     seen = job.facts.get("gpus")  # absent where the stage that counts them did not end
     if seen is not None and seen < job.local_world():
-        who = f"each of {job.local_world()} processes" if job.local_world() > 1 else "the one process"
-        fewer = "start fewer (GPUS_PER_NODE), or " if seen else ""  # without any GPU fewer processes would not do either
-        raise ConfigError(
-            [
-                f"Primus needs a GPU for {who} of this host and torch sees {seen}: {fewer}"
-                "train a self-contained YAML on the CPU (distributed_backend: gloo, PRIMUS_PATH unset)"
-            ]
-        )
+        from primus_odc.megatron.run_options import missing_gpus
+
+        lack, fewer = missing_gpus(job.local_world(), seen)
+        advice = f"{fewer}train a self-contained YAML on the CPU (distributed_backend: gloo, PRIMUS_PATH unset)"
+        raise ConfigError([f"Primus {lack}: {advice}"])
 
 
 def _check_transport(job: Job, run: Run) -> list[Finding]:

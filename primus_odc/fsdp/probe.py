@@ -103,8 +103,7 @@ def find_units(model: nn.Module, shards: int) -> list[Unit]:
         for attribute, _ in m.named_parameters(recurse=False, remove_duplicate=False)
     ]
     units: dict[tuple[str, ...], Unit] = {}
-    for module in modules:
-        module.reshard()
+    reshard(modules, ())
     for module in modules:
         unit = _probe(module, slots, shards)
         if unit is None:

@@ -105,20 +105,21 @@ def _check_all_but_model(experiment: Experiment, params: Mapping[str, Any]) -> t
     return problems, comm, train
 
 
+def missing_gpus(needed: int, found: int) -> tuple[str, str]:
+    """(what ``needed`` processes of this host lack where torch sees ``found`` GPUs, advice to go before any other)"""
+    who = f"each of {needed} processes" if needed > 1 else "the one process"
+    fewer = "start fewer (GPUS_PER_NODE), or " if found else ""  # without any GPU fewer processes would not do either
+    return f"needs a GPU for {who} of this host and torch sees {found}", fewer
+
+
 def _require_devices(backend: Any) -> None:
     """A GPU for every process that the launcher started on this host, where GPUs are used."""
     if backend != "nccl":
         return
     found, needed = importlib.import_module("torch").cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if found < needed:
-        who = f"each of {needed} processes" if needed > 1 else "the one process"
-        fewer = "start fewer (GPUS_PER_NODE), or " if found else ""  # without any GPU fewer processes would not do either
-        raise ConfigError(
-            [
-                f"distributed_backend: nccl needs a GPU for {who} of this host and torch sees {found}; {fewer}set distributed_backend: "
-                "gloo to train on the CPU"
-            ]
-        )
+        lack, fewer = missing_gpus(needed, found)
+        raise ConfigError([f"distributed_backend: nccl {lack}; {fewer}set distributed_backend: gloo to train on the CPU"])
 
 
 def _require_positions(described: Any, comm: ParsedComm, params: Mapping[str, Any]) -> None:

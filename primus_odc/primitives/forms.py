@@ -7,6 +7,7 @@ programs that ask for much before they need the first of it take as little of th
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def form(sources: int, nbytes: int, room: int) -> tuple[int, int, int]:
     return block, min(_MOST_WARPS, max(4, block // 512)), 1 + min(_STAGES - 1, most // (sources * block * nbytes))
 
 
+@cache  # asked for every addition
 def room(device: torch.device, aligned: bool) -> int:
     """Bytes that a program on ``device`` may have under way: half as many where nothing is aligned, which takes more registers."""
     if device.type != "cuda" or torch.version.hip:

@@ -19,25 +19,24 @@ from primus_odc.primitives.forms import IN_FLIGHT, PROGRAMS, PROGRAMS_ALONE, PRO
 
 
 @triton.jit
+def _load(place, offsets, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's own language
+    numbers = place.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        numbers = tl.multiple_of(numbers, 16)
+    return tl.load(numbers + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
 def _terms(  # type: ignore[no-untyped-def]  # Triton's own language
     place, shift, offsets, mask, half, DTYPE: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr
 ):
     # What is absent is masked, never branched around: the loads of all sources, and of the blocks to come, are then under way together.
     if NARROW is None:
-        wide = place.to(tl.pointer_type(DTYPE))
-        if ALIGNED:
-            wide = tl.multiple_of(wide, 16)
-        terms = tl.load(wide + offsets, mask=mask, other=0.0)
+        terms = _load(place, offsets, mask, DTYPE, ALIGNED)
     else:
-        halves = (place - shift).to(tl.pointer_type(NARROW))
-        if ALIGNED:
-            halves = tl.multiple_of(halves, 16)
-        terms = tl.load(halves + offsets, mask=(mask & half) if WIDE else mask, other=0.0).to(DTYPE)
+        terms = _load(place - shift, offsets, (mask & half) if WIDE else mask, NARROW, ALIGNED).to(DTYPE)
         if WIDE:
-            wide = place.to(tl.pointer_type(DTYPE))
-            if ALIGNED:
-                wide = tl.multiple_of(wide, 16)
-            terms += tl.load(wide + offsets, mask=mask & (half == 0), other=0.0)
+            terms += _load(place, offsets, mask & (half == 0), DTYPE, ALIGNED)
     return terms
 
 
