@@ -1,11 +1,44 @@
-"""A lock on an output of a run, held as long as its file is open and released by the kernel when the process ends, however it ends."""
+"""Locks on outputs of a run, files and folders: held while a file is open, released by the kernel when the process ends, however."""
 
 from __future__ import annotations
 
 import fcntl
+from pathlib import Path
 from typing import IO, Any
 
 from primus_odc.errors import DataError
+
+FOLDER_LOCK = "run.lock"
+"""The file in a folder of outputs that is locked while a run writes there; it stays behind, unlocked."""
+
+
+def lock_folder(folder: Path, key: str, *, busy: str) -> IO[bytes]:
+    """Make ``folder`` where it is missing, and keep other runs out of it until the returned file is closed.
+
+    Args:
+        folder: where a run writes.
+        key: the key or option that names it, for messages.
+        busy: the message where another process holds the folder.
+
+    Raises:
+        DataError: another process holds it, or it cannot be written to or locked.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / FOLDER_LOCK).open("ab")
+    except OSError as error:
+        raise DataError(f"{key}: {folder} cannot be written: {error.strerror}; choose another folder") from error
+    try:
+        lock_open_file(file, str(folder), busy=busy, remedy=no_locks(key))
+    except DataError:
+        file.close()
+        raise
+    return file
+
+
+def no_locks(key: str) -> str:
+    """What to do where the file system of the folder that ``key`` names knows no locks."""
+    return f"put {key} on a file system that knows locks"
 
 
 def lock_open_file(file: IO[Any], what: str, *, busy: str, remedy: str, shared: bool = False) -> None:

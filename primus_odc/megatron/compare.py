@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,14 @@ WORKER = "primus_odc.megatron.compare_worker"
 
 
 def run_comparison(
-    config: Path, *, overrides: Sequence[str], arms: Sequence[str], steps: int | None, nproc: int | None, command: str
+    config: Path,
+    *,
+    overrides: Sequence[str],
+    arms: Sequence[str],
+    steps: int | None,
+    nproc: int | None,
+    command: str,
+    before_start: Callable[[], object] = lambda: None,
 ) -> ComparisonResult:
     """Train every arm of ``arms``, and ``ideal`` beside them, on the same minibatches.
 
@@ -41,6 +48,7 @@ def run_comparison(
         steps: of every arm; None: ``train_iters`` of the experiment.
         nproc: ranks; None: the smaller of cores and 4, or all GPUs with ``distributed_backend: nccl``.
         command: the command line, for the report.
+        before_start: called when everything is checked, before a rank is started; what it raises ends the job.
 
     Raises:
         ConfigError: wrong keys, or ranks started by somebody else.
@@ -48,7 +56,16 @@ def run_comparison(
     """
     with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
         result = Path(folder) / "result.json"
-        run_job(config, overrides=overrides, arms=arms, steps=steps, nproc=nproc, command=command, result=result)
+        run_job(
+            config,
+            overrides=overrides,
+            arms=arms,
+            steps=steps,
+            nproc=nproc,
+            command=command,
+            result=result,
+            before_start=before_start,
+        )
         return ComparisonResult.read(result)
 
 
@@ -61,6 +78,7 @@ def run_job(
     nproc: int | None,
     command: str,
     result: Path,
+    before_start: Callable[[], object] = lambda: None,
     **rest: Any,
 ) -> None:
     """Start the ranks and wait for them; rank 0 writes ``result``. ``rest``: further fields of :class:`Job`; else as
@@ -73,6 +91,7 @@ def run_job(
     on_gpus = params.get("distributed_backend") == "nccl"
     timeout_s = max(parse_odc(arm_params(params, arm)).odc.timeout_s for arm in arms)
     world_size = _gpus(nproc) if on_gpus else nproc or min(len(os.sched_getaffinity(0)), MOST_DEFAULT_RANKS)
+    before_start()
     with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
         job = Job(
             config=str(config),

@@ -8,16 +8,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from primus_odc._locks import lock_open_file
+from primus_odc._locks import FOLDER_LOCK, lock_folder, lock_open_file, no_locks
 from primus_odc._problems import Problems
 from primus_odc.errors import ConfigError, DataError
 from primus_odc.megatron.checkpoint import latest_step, read_state
 from primus_odc.megatron.run_options import RunOptions
 from primus_odc.megatron.train_config import TrainConfig
 from primus_odc.report.logs import require_no_log, require_own_log
-
-LOCK = "run.lock"
-_NO_LOCKS = "put save on a file system that knows locks"
 
 
 def check_outputs(options: RunOptions) -> None:
@@ -69,13 +66,9 @@ def hold_save(train: TrainConfig) -> Iterator[None]:
     file = None
     if dist.get_rank() == 0:
         try:
-            save.mkdir(parents=True, exist_ok=True)
-            file = (save / LOCK).open("ab")
-            lock_open_file(file, str(save), busy=_busy(save), remedy=_NO_LOCKS)
+            file = lock_folder(save, "save", busy=_busy(save))
             # Another run may have saved and ended since the outputs were checked.
             _require_own(train)
-        except OSError as error:
-            failure[0] = f"save: {save} cannot be written: {error.strerror}; choose another folder"
         except (ConfigError, DataError) as error:
             failure[0] = str(error)
     try:
@@ -104,13 +97,13 @@ def _require_own(train: TrainConfig) -> None:
 
 def _require_idle(save: Path) -> None:
     try:
-        file = (save / LOCK).open("rb")
+        file = (save / FOLDER_LOCK).open("rb")
     except FileNotFoundError:
         return
     except OSError as error:
         raise ConfigError([f"save: {save} cannot be read: {error.strerror}; choose another folder"]) from error
     with file:
-        lock_open_file(file, str(save), busy=_busy(save), remedy=_NO_LOCKS, shared=True)
+        lock_open_file(file, str(save), busy=_busy(save), remedy=no_locks("save"), shared=True)
 
 
 def _busy(save: Path) -> str:

@@ -7,10 +7,12 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
 from primus_odc._config_values import nearest
+from primus_odc._locks import lock_folder
 from primus_odc.errors import ConfigError
 from primus_odc.report.agreement import disagreements
 from primus_odc.report.html import write_page
@@ -45,23 +47,16 @@ def run_compare(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: options that do not go together; all at once.
-        DataError: the two logs cannot be read or compared.
+        DataError: another comparison is writing into the folder, or the two logs cannot be read or compared.
     """
     arms = tuple(arm.strip() for arm in args.arms.split(",")) if args.arms is not None else ("nccl_pad", "odc_pad", "odc_nopad")
     problems = option_problems(args, arms)
     if problems:
         raise ConfigError(problems)
-    command = describe_command(sys.argv)
-    if args.from_logs is not None:
-        run_a, run_b = args.from_logs
-        result = compare_logs(run_a, run_b, command=command)
-    else:
-        # The arms need torch and megatron-core; a comparison of logs needs neither.
-        module = importlib.import_module("primus_odc.megatron.compare")
-        run_comparison = cast(Callable[..., ComparisonResult], module.run_comparison)
-        result = run_comparison(args.config, overrides=args.overrides, arms=arms, steps=args.steps, nproc=args.nproc, command=command)
     output: Path = args.output or (DEFAULT_OUTPUT if args.from_logs is None else FROM_LOGS_OUTPUT)
-    write_report(result, output)
+    with ExitStack() as held:
+        result = _result(args, arms, hold=lambda: held.enter_context(lock_folder(output, "--output", busy=_busy(output))))
+        write_report(result, output)
     sys.stdout.write(render_table(result))
     sys.stdout.write(f"\nwritten: {output / 'result.json'}, {output / 'index.html'}\n")
     # Finished runs may differ on purpose, in their learning rates for instance; arms run side by side may not.
@@ -69,6 +64,27 @@ def run_compare(args: argparse.Namespace) -> int:
     for problem in problems:
         print(f"primus-odc: error: {problem}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def _result(args: argparse.Namespace, arms: Sequence[str], hold: Callable[[], object]) -> ComparisonResult:
+    """What is to be written, with the folder for it held: once all is checked, and before the arms run, so that the second of two does
+    not lose its work."""
+    command = describe_command(sys.argv)
+    if args.from_logs is not None:
+        run_a, run_b = args.from_logs
+        result = compare_logs(run_a, run_b, command=command)
+        hold()
+        return result
+    # The arms need torch and megatron-core; a comparison of logs needs neither.
+    module = importlib.import_module("primus_odc.megatron.compare")
+    run_comparison = cast(Callable[..., ComparisonResult], module.run_comparison)
+    return run_comparison(
+        args.config, overrides=args.overrides, arms=arms, steps=args.steps, nproc=args.nproc, command=command, before_start=hold
+    )
+
+
+def _busy(output: Path) -> str:
+    return f"--output: a run that is still going on writes into {output}; choose another folder with --output, or wait for its end"
 
 
 def write_report(result: ComparisonResult, output: Path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from primus_odc.errors import ConfigError
+from primus_odc._locks import FOLDER_LOCK, lock_folder
+from primus_odc.errors import ConfigError, DataError
 from primus_odc.megatron.compare import run_comparison
 from primus_odc.megatron.compare_job import arm_params
 from primus_odc.report.ladder import free_ms, lockstep_ms
@@ -141,7 +142,8 @@ def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert "rank 1 was killed by SIGKILL" in process.stderr
     assert all(gone(pid) for pid in ranks)
-    assert not (tmp_path / "out").exists()
+    assert [file.name for file in (tmp_path / "out").iterdir()] == [FOLDER_LOCK]  # no result, and the folder is free
+    lock_folder(tmp_path / "out", "--output", busy="still held").close()
 
 
 @pytest.mark.timeout(180)
@@ -167,7 +169,20 @@ def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
 )
 def test_wrong_keys_are_refused_before_any_process(overrides: Sequence[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        run_comparison(SMOKE, overrides=overrides, arms=ARMS, steps=1, nproc=2, command="")
+        run_comparison(SMOKE, overrides=overrides, arms=ARMS, steps=1, nproc=2, command="", before_start=never)
+
+
+def never() -> None:
+    raise AssertionError("ranks would be started")
+
+
+def test_a_folder_that_is_taken_is_told_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken() -> None:
+        raise DataError("taken")
+
+    monkeypatch.setattr("primus_odc.megatron.compare.run_ranks", lambda *words, **options: never())
+    with pytest.raises(DataError, match="taken"):
+        run_comparison(SMOKE, overrides=[], arms=ARMS, steps=1, nproc=2, command="", before_start=taken)
 
 
 def test_no_launcher_around_it(monkeypatch: pytest.MonkeyPatch) -> None:

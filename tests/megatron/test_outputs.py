@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from primus_odc._locks import FOLDER_LOCK
 from primus_odc.errors import ConfigError, DataError
-from primus_odc.megatron.outputs import LOCK, check_outputs, hold_save
+from primus_odc.megatron.outputs import check_outputs, hold_save
 from primus_odc.megatron.trainer import train
 from tests.megatron.gpt_cases import CPU
 from tests.megatron.run_cases import options, run, write_dialogues
@@ -52,7 +53,7 @@ def test_a_killed_run_holds_nothing(one_rank: None, folder: Path) -> None:
     (folder / "ckpt").mkdir()
     holder = subprocess.Popen(
         [sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1], 'ab'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"]
-        + [str(folder / "ckpt" / LOCK)],
+        + [str(folder / "ckpt" / FOLDER_LOCK)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -7,14 +7,15 @@ import getpass
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from primus_odc.errors import ConfigError
+from primus_odc._locks import FOLDER_LOCK
+from primus_odc.errors import ConfigError, DataError
 from primus_odc.report.command import add_compare_arguments, run_compare
 from primus_odc.report.machine import describe_command, describe_machine, describe_versions
 from primus_odc.report.result import ComparisonResult
@@ -38,6 +39,12 @@ def test_from_logs_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "nccl_pad (B)" in capsys.readouterr().out
 
 
+def play_arms(monkeypatch: pytest.MonkeyPatch, run_comparison: Callable[..., ComparisonResult]) -> None:
+    module = ModuleType("primus_odc.megatron.compare")
+    module.run_comparison = run_comparison  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "primus_odc.megatron.compare", module)
+
+
 def test_arms_are_run_by_the_other_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
@@ -45,9 +52,7 @@ def test_arms_are_run_by_the_other_half(tmp_path: Path, monkeypatch: pytest.Monk
         calls.append((config, options))
         return make_comparison(steps=4, ranks=2)
 
-    module = ModuleType("primus_odc.megatron.compare")
-    module.run_comparison = run_comparison  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "primus_odc.megatron.compare", module)
+    play_arms(monkeypatch, run_comparison)
     args = parse(["x.yaml", "--arms", "nccl_pad,odc_nopad", "--steps", "3", "--nproc", "2", "--output", str(tmp_path)], ["--lr", "1"])
     assert run_compare(args) == 0
     ((config, options),) = calls
@@ -59,6 +64,30 @@ def test_arms_are_run_by_the_other_half(tmp_path: Path, monkeypatch: pytest.Monk
         "nproc": 2,
     }
     assert json.loads((tmp_path / "result.json").read_text())["format"] == 2
+
+
+def test_two_at_once_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [str(write(tmp_path / name, HEADER, [step(i) for i in range(4)])) for name in "ab"]
+    out, busy = tmp_path / "out", r"--output: a run that is still going on writes into .*out; choose another folder with --output"
+    from_logs, arms = ["--from-logs", *runs, "--output", str(out)], ["x.yaml", "--output", str(out)]
+
+    def second(config: Path, *, before_start: Callable[[], object], **options: Any) -> ComparisonResult:
+        before_start()
+        raise AssertionError("ranks were started")
+
+    def first(config: Path, *, before_start: Callable[[], object], **options: Any) -> ComparisonResult:
+        assert not out.exists()  # a comparison that is refused leaves none
+        before_start()
+        for words in (from_logs, arms):
+            play_arms(monkeypatch, second)
+            with pytest.raises(DataError, match=busy):
+                run_compare(parse(words))
+        assert [path.name for path in out.iterdir()] == [FOLDER_LOCK]
+        return make_comparison(steps=4, ranks=2)
+
+    play_arms(monkeypatch, first)
+    assert run_compare(parse(arms)) == 0
+    assert run_compare(parse(from_logs)) == 0  # it is over
 
 
 def test_all_wrong_options_at_once() -> None:
