@@ -3,8 +3,8 @@
 Each command's arguments and work come from the part that does it, imported when that command is asked for, so that ``plan`` and
 ``traffic`` run without torch. Words that ``train``, ``compare`` and ``doctor`` do not know are overrides of the experiment YAML, with the
 meaning Primus gives them (``--lr 1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``. What a user got wrong (an
-:class:`~primus_odc.errors.OdcError`) is one message on stderr and exit code 2; ``--traceback``, in ``args.traceback``, shows where it was
-raised.
+:class:`~primus_odc.errors.OdcError`) is one message on stderr and exit code 2, Ctrl-C is one and exit code 130; ``--traceback``, in
+``args.traceback``, shows where it was raised.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from primus_odc import __version__
 from primus_odc.errors import OdcError
+from primus_odc.megatron.launcher import leave_reason, started_by_torchrun
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -64,12 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if traceback:
             raise
+        tell_interrupted()
         return EXIT_INTERRUPTED
 
 
 def tell(error: OdcError, where: str = "") -> None:
-    """One message on stderr."""
+    """One message on stderr, and for torchrun, which has the last word."""
     print(f"primus-odc: error: {where}{error}", file=sys.stderr, flush=True)
+    leave_reason(f"{where}{error}")
+
+
+def tell_interrupted() -> None:
+    """One message on stderr; of the ranks of torchrun none, since all are interrupted and their launcher says so."""
+    if not started_by_torchrun():
+        print("primus-odc: interrupted", file=sys.stderr, flush=True)
 
 
 def _run(words: list[str], traceback: bool) -> int:

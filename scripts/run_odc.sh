@@ -98,12 +98,13 @@ launch() {
     if [[ ${ODC_SKIP_DOCTOR:-} != 1 ]]; then
         # Once and before any rank starts: what is wrong with the machine or the config is told once, without torchrun's report of every
         # process. The limit is for file systems on which imports take minutes.
-        "$python" -m primus_odc doctor "$config" --quiet --ranks $((nodes * processes)) --nodes "$nodes" --time-limit 120 "$@" || exit 2
+        "$python" -m primus_odc doctor "$config" --quiet --ranks $((nodes * processes)) --nodes "$nodes" --time-limit 120 "$@" || status=$?
+        case $status in 0) ;; 130) exit 130 ;; *) exit 2 ;; esac
     fi
     say "$nodes node(s) with $processes process(es) each, $python${PRIMUS_PATH:+, Primus at $PRIMUS_PATH}"
     # torchrun sets this only where it starts several processes.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" -m "${job[@]}" "$@"
+    exec "$python" -m primus_odc.megatron.launcher "${rendezvous[@]}" --nproc-per-node "$processes" -m "${job[@]}" "$@"
 }
 
 case ${1:-} in

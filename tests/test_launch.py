@@ -1,6 +1,7 @@
 """scripts/run_odc.sh with a config: what it refuses, what it starts, and that it installs nothing.
 
-A stub `torch` whose `distributed.run` writes down its arguments stands in for the real one; the interpreter is real.
+A stub of the package's launcher of torchrun that writes down its arguments stands in for the real one, which
+tests/megatron/test_launcher.py tries; the interpreter is real.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ sys.exit(int(os.environ.get("STUB_CHECK_EXIT", "0")))
 @pytest.fixture
 def stubs(tmp_path: Path) -> dict[str, str]:
     """An environment in which Python finds the stubs and nothing else."""
-    for package in ("torch", "torch/distributed", "primus_odc"):
+    for package in ("torch", "primus_odc", "primus_odc/megatron"):
         (tmp_path / "stubs" / package).mkdir(parents=True)
         (tmp_path / "stubs" / package / "__init__.py").touch()
-    (tmp_path / "stubs/torch/distributed/run.py").write_text(STUB_RUN)
+    (tmp_path / "stubs/primus_odc/megatron/launcher.py").write_text(STUB_RUN)
     (tmp_path / "stubs/primus_odc/__main__.py").write_text(STUB_CHECK)
     (tmp_path / "config.yaml").touch()
     # Without site-packages, where the real ones lie.
@@ -66,7 +67,7 @@ def launch(tmp_path: Path, stubs: dict[str, str]) -> Launch:
 
 
 def started(result: subprocess.CompletedProcess[str]) -> list[str]:
-    """The arguments that torch.distributed.run was started with."""
+    """The arguments that torchrun was started with."""
     line = next(line for line in result.stdout.splitlines() if line.startswith("STARTED "))
     arguments: list[str] = json.loads(line.removeprefix("STARTED "))
     return arguments
@@ -125,6 +126,11 @@ def test_everything_is_checked_before_any_process_starts(launch: Launch) -> None
     assert first.startswith("CHECKED ") and json.loads(first.removeprefix("CHECKED ")) == words
     result = launch("config.yaml", STUB_CHECK_EXIT="1")
     assert result.returncode == 2 and "STARTED" not in result.stdout
+
+
+def test_ctrl_c_during_the_check_is_no_problem_that_it_found(launch: Launch) -> None:
+    result = launch("config.yaml", STUB_CHECK_EXIT="130")
+    assert result.returncode == 130 and "STARTED" not in result.stdout
 
 
 def test_the_check_can_be_skipped(launch: Launch) -> None:

@@ -214,6 +214,8 @@ def _run_program(main: Callable[[], int | None], words: list[str], environment: 
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
+    # A shell that runs the tests in the background has them ignore SIGINT, and so what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = words
     code: int | str | None = 1
     try:

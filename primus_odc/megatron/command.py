@@ -23,9 +23,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell
+from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell, tell_interrupted
 from primus_odc.errors import ConfigError, DataError, OdcError, VersionError
 from primus_odc.experiment import load_experiment
+from primus_odc.megatron.launcher import leave_unforeseen
 from primus_odc.megatron.local_ranks import end_with_launcher, prepare_gpu_environment
 from primus_odc.megatron.train_config import normalise
 from primus_odc.versions import require_megatron, require_torch
@@ -121,9 +122,13 @@ def _train(options: RunOptions, show_traceback: bool) -> None:
         tell(error, "" if everybodys else f"on rank {os.environ.get('RANK', '0')}: ")
         code = EXIT_ERROR
     except KeyboardInterrupt:
+        if show_traceback:
+            traceback.print_exc()
+        tell_interrupted()
         code = EXIT_INTERRUPTED
-    except BaseException:  # noqa: BLE001 - it ends the process right here
+    except BaseException as error:  # noqa: BLE001 - it ends the process right here
         traceback.print_exc()
+        leave_unforeseen(error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from primus_odc.errors import OdcError
+from primus_odc.megatron.launcher import how_it_ended, started_by_torchrun
 
 GRACE_S = 10.0
 POLL_S = 0.05
@@ -128,7 +128,7 @@ def end_with_launcher() -> None:
 
     Other processes, one that a user started in a shell among them, outlive their parent as usual.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not started_by_torchrun():
         return
     launcher = os.getppid()
 
@@ -197,6 +197,4 @@ def _failure(codes: Sequence[int | None], logs: Sequence[Path], silence_s: float
 def _ended(code: int | None) -> str:
     if code is None:
         return "did not end and was ended"
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"failed with exit status {code}"
+    return how_it_ended(code)

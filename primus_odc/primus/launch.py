@@ -31,6 +31,7 @@ def main() -> None:
     # Run as a script, this file's folder comes first on the path, and its modules would be found under short names.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
+    from primus_odc.megatron.launcher import leave_unforeseen
     from primus_odc.megatron.local_ranks import end_with_launcher
     from primus_odc.primus.loading import install
 
@@ -44,7 +45,11 @@ def main() -> None:
         _stop("Primus is not installed and PRIMUS_PATH is not set: let it name a checkout of Primus")
     os.environ.setdefault("PRIMUS_ODC_PRESETS", str(Path(__file__).resolve().parent / "presets"))
     install()
-    importlib.import_module("primus.cli.main").main()
+    try:
+        importlib.import_module("primus.cli.main").main()
+    except Exception as error:
+        leave_unforeseen(error)
+        raise
 
 
 def _stop(reason: str) -> NoReturn:

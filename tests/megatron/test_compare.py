@@ -147,6 +147,21 @@ def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
+def test_an_interrupted_comparison_says_so_and_leaves_no_rank(tmp_path: Path) -> None:
+    process = forked(tmp_path, "--steps", "10000")
+    try:
+        process.until("\nstep ", 120)
+        ranks = descendants(process.pid)
+        process.send(signal.SIGINT)
+        process.wait(60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert process.stderr.endswith("primus-odc: interrupted\n") and "Traceback" not in process.stderr
+    assert len(ranks) == RANKS and all(gone(pid) for pid in ranks)
+
+
+@pytest.mark.timeout(180)
 def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
     process = forked(tmp_path, "--sft_dataset_name", str(tmp_path / "bad.jsonl"))

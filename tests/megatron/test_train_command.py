@@ -153,6 +153,19 @@ def test_unusable_data_are_told_without_a_traceback(tmp_path: Path) -> None:
     assert "primus-odc: error: sample 'bad.jsonl:1'" in alone.stderr and "Traceback" not in alone.stderr
 
 
+@pytest.mark.timeout(TIMEOUT_S)
+def test_one_process_that_is_interrupted_says_so(tmp_path: Path) -> None:
+    alone = start(tmp_path, "--comm_backend", "odc_nopad", *DATA, "--eval_iters", "0", "--train_iters", "9000", "--lr_decay_iters", "9000")
+    try:
+        alone.until("step 2/", TIMEOUT_S - 30)
+        alone.send(signal.SIGINT)
+        alone.wait(20)
+    finally:
+        alone.kill()
+    assert alone.returncode == 130
+    assert alone.stderr.endswith("primus-odc: interrupted\n") and "Traceback" not in alone.stderr
+
+
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_train_arguments(parser)
