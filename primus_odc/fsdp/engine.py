@@ -109,13 +109,13 @@ class Engine:
             raise
         specs = [u.spec for u in self._units]
         self._heap, self._plane, self._protocol, self.memory = parts.heap, parts.plane, parts.protocol, parts.memory
-        self._gradients = GradientStore(self._units)
+        zeros = Zeros(specs, self._device, partial=self._mesh.replicate_group is not None)
+        self._gradients = GradientStore(self._units, zeros.hold)
         self._reference = ReferenceCheck(self._mesh, specs, self._device) if config.verify == "reference" else None
         self._progress = ProgressThread(self._heap, self._protocol, self._plane.lanes) if self.choices.accumulate == "owner" else None
         self._edits = EditCheck(self._mesh.names[self._mesh.rank], [s.name for s in specs], self._plane.lanes, self._device)
         # What verifies looks at sums on the host, or in collectives: not in the middle of backward.
         self._delivers_early = self._progress is not None and config.verify == "off"
-        zeros = Zeros(specs, self._device, partial=self._mesh.replicate_group is not None)
         self._reducers = [ScatterAccumulate(self, g, unit, zeros) for g, unit in enumerate(self._units)]
         self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
         take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)

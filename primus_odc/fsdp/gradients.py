@@ -29,10 +29,12 @@ _PART = 1 << 24
 
 
 class GradientStore:
-    """Owns the gradient buffers of all units, in unit order."""
+    """Owns the gradient buffers of all units, in unit order. ``is_zeros`` knows what FSDP2 took for a reduced result
+    (:mod:`primus_odc.fsdp.reduce`)."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], is_zeros: Callable[[torch.Tensor], bool]) -> None:
         self._units = units
+        self._is_zeros = is_zeros
         sizes: dict[torch.dtype, int] = {}
         starts: list[int] = []
         for u in units:
@@ -47,11 +49,11 @@ class GradientStore:
         self.handles: list[RemovableHandle] = []
         self._hook_ids: set[int] = set()
         for u, grads in zip(units, self._grads, strict=True):
-            for i, grad in grads.items():
-                self._watch(u.slots[i].sharded(), grad)
+            for i in grads:
+                self._watch(u.slots[i].sharded())
 
-    def _watch(self, parameter: DTensor, grad: DTensor) -> None:
-        self.handles.append(parameter.register_post_accumulate_grad_hook(self._discard(grad)))
+    def _watch(self, parameter: DTensor) -> None:
+        self.handles.append(parameter.register_post_accumulate_grad_hook(self._discard(self._is_zeros)))
         self._hook_ids.add(self.handles[-1].id)
 
     @staticmethod
@@ -66,10 +68,12 @@ class GradientStore:
         return views
 
     @staticmethod
-    def _discard(ours: DTensor):  # type: ignore[no-untyped-def]  # a hook of torch's
+    def _discard(is_zeros: Callable[[torch.Tensor], bool]):  # type: ignore[no-untyped-def]  # a hook of torch's
         def discard(parameter: nn.Parameter) -> None:
-            # FSDP2 has just assigned a view of zeros (see primus_odc.fsdp.reduce); the gradient comes at settle.
-            if parameter.grad is not ours:
+            # FSDP2 may have assigned a view of zeros; the gradient comes at settle. Autograd calls this too, for a backward of the user's
+            # through the sharded parameters themselves (a penalty on weights): what that made is a gradient.
+            assert isinstance(parameter.grad, DTensor)
+            if is_zeros(parameter.grad.to_local()):
                 parameter.grad = None
 
         return discard
@@ -78,7 +82,7 @@ class GradientStore:
         """Take over gradients the user assigned: copy them into the buffers, so that the minibatch adds to them.
 
         Raises:
-            ProtocolError: a parameter was frozen or unfrozen since attach.
+            ProtocolError: a parameter was frozen or unfrozen since attach, or a gradient is not sharded as its parameter.
             UnsupportedModelError: a hook waits for a parameter's gradient in backward, where on demand there is none yet.
         """
         slots = [(p, u.slots[i].sharded()) for u in self._units for i, p in enumerate(u.spec.params)]
@@ -89,9 +93,14 @@ class GradientStore:
                 kept[i] = parameter = u.slots[i].sharded()
                 self._require_no_other_hook(u.spec.params[i].name, parameter)
                 if not getattr(parameter, "_post_accumulate_grad_hooks", None):
-                    self._watch(parameter, grad)  # load_state_dict(assign=True) has put another parameter in its place
+                    self._watch(parameter)  # load_state_dict(assign=True) has put another parameter in its place
                 if parameter.grad is not None and parameter.grad is not grad:
-                    assert isinstance(parameter.grad, DTensor)
+                    if not isinstance(parameter.grad, DTensor) or parameter.grad.placements != parameter.placements:
+                        found = getattr(parameter.grad, "placements", "an ordinary tensor")
+                        raise ProtocolError(
+                            f"the gradient assigned to {u.spec.params[i].name} is {found} and its parameter {parameter.placements}: assign "
+                            "a DTensor of the parameter's own device mesh and placements"
+                        )
                     grad.to_local().copy_(parameter.grad.to_local())
                     parameter.grad = grad
 
@@ -106,8 +115,9 @@ class GradientStore:
             for i, parameter in self._sharded[g].items():
                 if parameter.grad is not None and parameter.grad is not self._grads[g][i]:
                     raise ProtocolError(
-                        f"the gradient of {self._units[g].spec.params[i].name} was assigned inside a minibatch, where on demand it is not "
-                        "complete before settle(): assign .grad before begin_minibatch(), and the minibatch adds to it, or after settle()"
+                        f"the gradient of {self._units[g].spec.params[i].name} was assigned inside a minibatch (or made by a backward "
+                        "through the sharded parameter itself), where on demand it is not complete before settle(): do that before "
+                        "begin_minibatch(), and the minibatch adds to it, or after settle()"
                     )
 
     def direct(self, group: int) -> torch.Tensor | None:

@@ -49,6 +49,10 @@ class Zeros:
         """``[grad_numel]`` (``partial``: ``[1]``, of storage for as many) in the dtype of the group's ``.grad``."""
         return self._buffers[group.grad_dtype][: 1 if self._partial else group.grad_numel]
 
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in these zeros."""
+        return tensor.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in self._buffers.values()}
+
 
 class ScatterAccumulate:
     """Implements torch's ``ReduceScatter`` interface (``FSDPModule.set_custom_reduce_scatter``), duck-typed."""
