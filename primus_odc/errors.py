@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from primus_odc._words import counted
+
 
 class OdcError(RuntimeError):
     """Base of every error primus_odc raises on purpose."""
@@ -17,8 +19,7 @@ class ConfigError(OdcError, ValueError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems: tuple[str, ...] = tuple(problems)
-        head = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
+        super().__init__(f"{counted(len(self.problems), 'problem')} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
 
 
 class VersionError(OdcError):

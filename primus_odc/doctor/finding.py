@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
+from primus_odc._words import counted
+
 Severity = Literal["ok", "note", "problem"]
 """``problem``: a run cannot start, or cannot work. ``note``: worth knowing; a run may start."""
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
@@ -70,4 +72,4 @@ def as_json(findings: Sequence[Finding], seconds: float) -> str:
 
 def _summary(findings: Sequence[Finding]) -> str:
     counts = {severity: sum(f.severity == severity for f in findings) for severity in reversed(SEVERITIES)}
-    return ", ".join(f"{count} {severity}{'s' if severity != 'ok' and count != 1 else ''}" for severity, count in counts.items())
+    return ", ".join(f"{count} ok" if severity == "ok" else counted(count, severity) for severity, count in counts.items())

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from primus_odc._words import counted
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
 from primus_odc.doctor.limits import Check
@@ -72,7 +73,7 @@ def check_numbers(job: Job, environment: Mapping[str, str]) -> list[Finding]:
             Finding(
                 check="NODE_RANK",
                 severity="problem",
-                found=f"NODE_RANK={rank} of {job.nodes} node{'s' if job.nodes > 1 else ''}: nodes are numbered from 0 to {job.nodes - 1}",
+                found=f"NODE_RANK={rank} of {counted(job.nodes, 'node')}: nodes are numbered from 0 to {job.nodes - 1}",
                 setting=f"set NODE_RANK to this node's own number below {job.nodes}, or NNODES (doctor: --nodes) to the number of nodes",
             )
         )

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from primus_odc._problems import Problems
+from primus_odc._words import counted
 from primus_odc.config import OdcConfig, ParsedComm, parse_odc
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
@@ -49,7 +50,7 @@ def check_run(job: Job) -> list[Finding]:
     findings = [Finding(check="configuration", severity="ok", found=f"{job.config} can be trained by {trainer}")]
     if run.comm.arm == "stock":
         return [*findings, Finding(check="arm", severity="note", found="comm_backend is not set: Primus trains as without primus_odc")]
-    ranks = f"{job.world()} rank{'s' if job.world() > 1 else ''} on {job.nodes} node{'s' if job.nodes > 1 else ''}"
+    ranks = f"{counted(job.world(), 'rank')} on {counted(job.nodes, 'node')}"
     findings.append(
         Finding(check="arm", severity="ok", found=f"{run.comm.arm}, {ranks}", details={"arm": run.comm.arm, "ranks": job.world()})
     )

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from primus_odc._words import counted
 from primus_odc.data import MinibatchStream, TokenDataset, build_dataset, build_tokenizer
 from primus_odc.errors import DataError, PlanError
 from primus_odc.megatron.arm import Arm, Minibatch, StepOutcome
@@ -238,10 +239,10 @@ def _line(outcome: StepOutcome, steps: int) -> str:
 def _summary(options: RunOptions, arm: Arm, dataset: TokenDataset) -> None:
     """What is trained and how; the engine itself has told its modes and memory."""
     count = sum(p.numel() for p in arm.model.parameters())
-    ranks = f"{arm.world_size} rank{'s' if arm.world_size > 1 else ''} of {torch.get_num_threads()} thread(s) each (OMP_NUM_THREADS)"
+    ranks = f"{counted(arm.world_size, 'rank')} of {torch.get_num_threads()} thread(s) each (OMP_NUM_THREADS)"
     logger.info("arm %s on %s: %s plan, cost model %s", arm.name, ranks, arm.policy, options.cost_model.name)
     logger.info("model: %d parameters in %d FSDP2 units", count, arm.num_units)
     logger.info("data: %s", dataset.summary())
     steps, batch = options.train.train_iters, options.train.global_batch_size
-    work = f"{steps} minibatch{'es' if steps > 1 else ''} of {batch} sample{'s' if batch > 1 else ''}"
+    work = f"{counted(steps, 'minibatch')} of {counted(batch, 'sample')}"
     logger.info("%s; log: %s", work, log_path(options.experiment.root))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from primus_odc._words import counted
 from primus_odc.config import OdcConfig
 from primus_odc.errors import PlanError
 from primus_odc.planning.cost import CostModel
@@ -85,8 +86,8 @@ def _point(tokens: npt.NDArray[np.int64], settings: PlanSettings, world_size: in
     count = min(settings.minibatches, len(tokens) // size)
     if count < 1:
         raise PlanError(
-            f"{world_size} ranks with {samples_per_rank} samples each need {size} samples, but there are {len(tokens)}; "
-            "give more lengths, fewer ranks or a smaller batch"
+            f"{counted(world_size, 'rank')} with {counted(samples_per_rank, 'sample')} each: {size} are needed, but there are "
+            f"{len(tokens)}; give more lengths, fewer ranks or a smaller batch"
         )
     order = np.random.default_rng(settings.seed).permutation(len(tokens))
     step_costs: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -151,7 +152,8 @@ def render(report: dict[str, Any]) -> str:
 
 def _render_point(point: dict[str, Any]) -> Iterator[str]:
     planning = ", ".join(f"{policy} {ms:.1f} ms" for policy, ms in point["planning_ms_median"].items())
-    yield f"{point['ranks']} ranks, {point['samples_per_rank']} samples per rank, {_minibatches(point['minibatches'])}"
+    batch = f"{counted(point['ranks'], 'rank')}, {counted(point['samples_per_rank'], 'sample')} per rank"
+    yield f"{batch}, {counted(point['minibatches'], 'minibatch')}"
     yield f"  planning one took {planning}"
     over = "  ".join(f"x {baseline:>14}" for baseline in BASELINES)
     yield f"  {'arm':<14}  {'idle mean':>9}  {'idle max':>8}  {over}"
@@ -186,10 +188,6 @@ def _zero2_sentence(gains: dict[str, float]) -> str:
     if own > 2.0 - _EVEN:
         return f"nccl_zero2 gains nothing over nccl_pad: {lost}."
     return f"nccl_zero2 loses to nccl_pad: {lost}; with few microbatches a rank those two are most of the step."
-
-
-def _minibatches(count: int) -> str:
-    return f"{count} minibatch{'' if count == 1 else 'es'}"
 
 
 def _lines(name: str, meaning: str) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
+from primus_odc._words import counted
 from primus_odc.report.figures import idle_figure, loss_figure, series_class, step_time_figure
 from primus_odc.report.ladder_figure import ladder_figure
 from primus_odc.report.result import ComparisonResult
@@ -67,7 +68,7 @@ def render_page(result: ComparisonResult) -> str:
 
 def subtitle(result: ComparisonResult) -> str:
     """One line: what ran where."""
-    parts = [f"{result.arms[0].world_size} ranks", f"{len(result.arms[0].ms_per_step)} steps per arm"]
+    parts = [counted(result.arms[0].world_size, "rank"), f"{counted(len(result.arms[0].ms_per_step), 'step')} per arm"]
     for key in ("accelerators", "cpu"):
         value = result.machine.get(key)
         if value:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from primus_odc._words import counted
 from primus_odc.report.ladder import Part
 from primus_odc.report.result import ArmResult, ComparisonResult
 from primus_odc.report.stats import LAST, last_mean, median, paired_ratios, quartiles
@@ -130,8 +131,8 @@ def sentences(result: ComparisonResult) -> list[str]:
     said.append(loss_sentence(result[result.baseline]))
     skipped = result.arms[0].skipped_steps
     left_out = ["the first step" if result.warmup_steps == 1 else f"the first {result.warmup_steps} steps"] if result.warmup_steps else []
-    left_out += [f"{_steps(len(skipped))} without a target"] if skipped else []
-    said.append(f"Measured over {_steps(len(result.steps))}{'; left out: ' if left_out else ''}{' and '.join(left_out)}.")
+    left_out += [f"{counted(len(skipped), 'step')} without a target"] if skipped else []
+    said.append(f"Measured over {counted(len(result.steps), 'step')}{'; left out: ' if left_out else ''}{' and '.join(left_out)}.")
     return said
 
 
@@ -169,10 +170,6 @@ def loss_sentence(arm: ArmResult) -> str:
         return f"Loss of {arm.arm}: {present[0]:.4f} at its only step."
     over = f"the last {LAST} steps" if len(present) > LAST else f"all {len(present)} steps"
     return f"Loss of {arm.arm}: {present[0]:.4f} at the first step, {end:.4f} over {over} ({end / present[0]:.2f} of it)."
-
-
-def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def _signed(ms: float) -> str:

@@ -56,7 +56,9 @@ def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n{arm:<14}  " in text for arm in ARMS) and "6 bytes a parameter more" in " ".join(text.split())
     said = " ".join(text.split())
     assert "cost model linear (--cost-model)" in said and f"odc.cost_model instead (default: {parse_odc({}).odc.cost_model})" in said
-    assert ", 1 minibatch\n" in text
+    assert "\n4 ranks, 8 samples per rank, 1 minibatch\n" in text
+    assert run(words[0], "--ranks", "1", "--samples-per-rank", "1", "--minibatches", "2") == 0
+    assert "\n1 rank, 1 sample per rank, 2 minibatches\n" in capsys.readouterr().out
     assert "microbatches per rank" in text and "idle per rank" in text
 
 
@@ -112,7 +114,7 @@ def test_refusals(tmp_path: Path) -> None:
     path = str(tmp_path / "lengths.txt")
     with pytest.raises(PlanError, match="samples have up to 40 tokens"):
         run(path, "--ranks", "2", "--samples-per-rank", "2", "--max-tokens", "35")
-    with pytest.raises(PlanError, match="4 ranks with 2 samples each need 8 samples, but there are 4"):
+    with pytest.raises(PlanError, match="4 ranks with 2 samples each: 8 are needed, but there are 4"):
         run(path, "--ranks", "4", "--samples-per-rank", "2")
     for model in ("quadratic", "1,x", "1,2,3"):
         with pytest.raises(PlanError, match="use linear, attention or two coefficients"):
