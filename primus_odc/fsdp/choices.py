@@ -14,10 +14,10 @@ from typing import Literal, get_args
 import torch
 
 from primus_odc.config import OdcConfig
-from primus_odc.errors import ConfigError, OdcError
+from primus_odc.errors import ConfigError, OdcError, UnsupportedModelError
 from primus_odc.fsdp.mesh import Mesh
 from primus_odc.primitives.nodes import Across, Nodes, group_into_nodes
-from primus_odc.primitives.spec import GroupSpec, memory_bytes, plan_arena
+from primus_odc.primitives.spec import GroupSpec, layout_digest, memory_bytes, plan_arena
 from primus_odc.symmetric.host import available_memory
 from primus_odc.symmetric.shmem.environment import heap_overhead
 from primus_odc.symmetric.shmem.extension import Library, load_extension
@@ -184,3 +184,19 @@ def decide(
         f"{resident / GIB:.3f} more"
     )
     return Choices(transport, accumulate, parameters, nodes.count if nodes is not None else 1, reason)
+
+
+def require_agreement(config: OdcConfig, choices: Choices, mesh: Mesh, specs: Sequence[GroupSpec]) -> None:
+    """Every rank must share the same layout in the same mode, or it would read and write in the wrong places (collective).
+
+    Raises:
+        UnsupportedModelError: naming the ranks that differ from the first.
+    """
+    options = (*(getattr(choices, k) for k in ("transport", "accumulate", "parameters", "nodes")), config.verify, config.timeout_s)
+    digests = mesh.exchange(layout_digest(specs, options))
+    differing = [mesh.names[r] for r, d in enumerate(digests) if d != digests[0]]
+    if differing:
+        raise UnsupportedModelError(
+            f"{differing} have another model layout or other options than {mesh.names[0]}; every rank must attach the same model "
+            "(parameters, requires_grad, sharding) with the same options"
+        )

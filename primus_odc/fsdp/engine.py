@@ -29,7 +29,7 @@ from primus_odc.config import OdcConfig, parse_options
 from primus_odc.errors import ProtocolError, UnsupportedModelError
 from primus_odc.fsdp.assembly import assemble
 from primus_odc.fsdp.binding import give_back, restore_collectives, take_over
-from primus_odc.fsdp.choices import choose, describe, resolve_transport
+from primus_odc.fsdp.choices import choose, describe, require_agreement, resolve_transport
 from primus_odc.fsdp.edits import EditCheck
 from primus_odc.fsdp.forwards import ForwardHooks
 from primus_odc.fsdp.gather import Into, OnDemandAllGather
@@ -37,6 +37,7 @@ from primus_odc.fsdp.gradients import GradientStore
 from primus_odc.fsdp.mesh import Mesh, find_mesh
 from primus_odc.fsdp.microbatches import MicrobatchTracker
 from primus_odc.fsdp.norm import NormCheck, clip, global_norm
+from primus_odc.fsdp.own import OwnSlices
 from primus_odc.fsdp.probe import Unit, find_units, reshard
 from primus_odc.fsdp.reduce import ScatterAccumulate, Zeros
 from primus_odc.fsdp.verify import ReferenceCheck
@@ -44,7 +45,6 @@ from primus_odc.primitives.contribution import Contribution
 from primus_odc.primitives.driver import ProgressThread, deliver_complete, push, push_kept, run
 from primus_odc.primitives.plane import Fill
 from primus_odc.primitives.protocol import State
-from primus_odc.primitives.spec import layout_digest
 from primus_odc.versions import require_fsdp2
 
 logger = logging.getLogger("primus_odc")
@@ -92,7 +92,7 @@ class Engine:
         try:
             self._units = find_units(model, self._mesh.shards)
             self.choices = choose(config, transport, [u.spec for u in self._units], self._mesh, self._device)
-            self._check_agreement(config)
+            require_agreement(config, self.choices, self._mesh, [u.spec for u in self._units])
             parts = assemble(
                 config,
                 self.choices,
@@ -114,6 +114,7 @@ class Engine:
         self._reference = ReferenceCheck(self._mesh, specs, self._device) if config.verify == "reference" else None
         self._progress = ProgressThread(self._heap, self._protocol, self._plane.lanes) if self.choices.accumulate == "owner" else None
         self._edits = EditCheck(self._mesh.names[self._mesh.rank], [s.name for s in specs], self._plane.lanes, self._device)
+        self._slices = OwnSlices(self._units, self._plane.own_shard)
         # What verifies looks at sums on the host, or in collectives: not in the middle of backward.
         self._delivers_early = self._progress is not None and config.verify == "off"
         self._reducers = [ScatterAccumulate(self, g, unit, zeros) for g, unit in enumerate(self._units)]
@@ -121,7 +122,8 @@ class Engine:
         take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)
         self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)
         hooks = ForwardHooks(model, self._how["hsdp"], lambda: self._protocol.state is State.ACTIVE, self._reshard)
-        self._handles = [*self._gradients.handles, *self._tracker.handles, *hooks.handles]
+        saved = model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self._slices.forget())  # in a minibatch too
+        self._handles = [*self._gradients.handles, *self._tracker.handles, *hooks.handles, saved]
         self._norms = 0
         self._norm_check = NormCheck(self._mesh, self._plane.lanes, self._device)
         self._stats: dict[str, Any] = self.totals()
@@ -173,6 +175,7 @@ class Engine:
         with self._guard("settle of all groups"):
             self._require_active("settle")
             self._tracker.end()
+            self._slices.forget()
             for reducer in self._reducers:
                 reducer.require_reduced()
             self._gradients.require_unassigned(*range(len(self._units)))
@@ -319,6 +322,8 @@ class Engine:
             run(self._heap, self._protocol.gather(group, into, own=own is None))
             if own is not None:  # beside the copies
                 self._edits.compare(group, own, self._plane.own_shard(group), self._protocol.epoch)
+            if self._protocol.state is State.ACTIVE and self.choices.parameters == "reshard":
+                self._slices.gathered(group, whole=own is not None)
 
     def reduce(self, group: int, contribution: Contribution) -> None:
         """Called by FSDP2 through :class:`ScatterAccumulate`: take the gradients of one backward of ``group``."""
@@ -327,6 +332,7 @@ class Engine:
             self._gradients.require_unassigned(group)  # FSDP2 is about to add to what is there
             if self._reference is not None:
                 self._reference.add(group, contribution)
+            self._slices.reduced(group)
             if self.choices.accumulate == "local":
                 run(self._heap, self._protocol.reduce_local(group, contribution))
             else:
@@ -371,17 +377,6 @@ class Engine:
             with self._plane.lanes.gathering():
                 run(self._heap, self._protocol.gather(g, into, own=True))
             self._reference.shards(g, self._plane.own_shard(g), rows, self._protocol.epoch)
-
-    def _check_agreement(self, config: OdcConfig) -> None:
-        """Every rank must share the same layout in the same mode, or it would read and write in the wrong places."""
-        options = (*(getattr(self.choices, k) for k in ("transport", "accumulate", "parameters", "nodes")), config.verify, config.timeout_s)
-        digests = self._mesh.exchange(layout_digest([u.spec for u in self._units], options))
-        differing = [self._mesh.names[r] for r, d in enumerate(digests) if d != digests[0]]
-        if differing:
-            raise UnsupportedModelError(
-                f"{differing} have another model layout or other options than {self._mesh.names[0]}; every rank must attach the same model "
-                "(parameters, requires_grad, sharding) with the same options"
-            )
 
     def _require_active(self, operation: str) -> None:
         if self._protocol.state is not State.ACTIVE:

@@ -9,7 +9,7 @@ is communicated, ``reshard()`` drops the pattern again, and no assumption about 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from primus_odc.errors import UnsupportedModelError
+from primus_odc.fsdp.own import Placeholders
 from primus_odc.primitives.spec import GroupSpec, ParamSpec
 
 _PATTERN_CHUNK = 1 << 24  # bytes filled at a time, which bounds the temporary memory of the pattern
@@ -46,12 +47,14 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class Unit:
-    """One FSDP2 communication unit: its modules, its parameters in flat order, and the unsharded tensors autograd will see."""
+    """One FSDP2 communication unit: its modules, its parameters in flat order, and the unsharded tensors autograd will see; and which
+    parameters may bring their own slice of a gather."""
 
     modules: tuple[FSDPModule, ...]
     slots: tuple[ParamSlot, ...]
     unsharded: tuple[nn.Parameter, ...]
     spec: GroupSpec
+    extensible: tuple[bool, ...]
 
 
 class _Recorder:
@@ -104,19 +107,22 @@ def find_units(model: nn.Module, shards: int) -> list[Unit]:
     ]
     units: dict[tuple[str, ...], Unit] = {}
     reshard(modules, ())
-    for module in modules:
-        unit = _probe(module, slots, shards)
-        if unit is None:
-            continue
-        key = tuple(s.name for s in unit.slots)
-        if key in units:  # fully_shard([a, b]) makes one unit of several modules
-            units[key] = Unit(units[key].modules + unit.modules, unit.slots, unit.unsharded, unit.spec)
-        else:
-            units[key] = unit
+    sharded = {s.name: p for s in slots if shards > 1 and isinstance(p := s.current(), DTensor)}
+    placeholders = Placeholders(sharded, shards)
+    try:
+        for module in modules:
+            unit = _probe(module, slots, shards, placeholders)
+            if unit is None:
+                continue
+            key = tuple(s.name for s in unit.slots)
+            # fully_shard([a, b]) makes one unit of several modules
+            units[key] = replace(units[key], modules=units[key].modules + unit.modules) if key in units else unit
+    finally:
+        placeholders.remove()
     return list(units.values())
 
 
-def _probe(module: FSDPModule, slots: list[ParamSlot], shards: int) -> Unit | None:
+def _probe(module: FSDPModule, slots: list[ParamSlot], shards: int, placeholders: Placeholders) -> Unit | None:
     recorder = _Recorder()
     try:
         # Duck-typed on purpose: torch's abstract base class lives in a private module.
@@ -128,7 +134,7 @@ def _probe(module: FSDPModule, slots: list[ParamSlot], shards: int) -> Unit | No
     members: list[ParamSlot] = []
     unsharded: dict[str, nn.Parameter] = {}
     while True:
-        module.unshard()
+        placeholders.unshard(module)
         # A parameter without elements has no place in the layout, and nothing to gather or reduce.
         members = [s for s in slots if s.current() is not before[id(s)] and s.current().numel()]
         for s in members:
@@ -147,7 +153,8 @@ def _probe(module: FSDPModule, slots: list[ParamSlot], shards: int) -> Unit | No
         raise UnsupportedModelError(f"FSDP2 unsharded {members[0].name} without calling its all-gather object")
     members.sort(key=lambda s: offsets.get(s.name, 0))
     spec = _spec(members, unsharded, offsets, recorder.row_nbytes, shards)
-    return Unit((module,), tuple(members), tuple(unsharded[s.name] for s in members), spec)
+    extensible = tuple(s.name in placeholders.worked for s in members)
+    return Unit((module,), tuple(members), tuple(unsharded[s.name] for s in members), spec, extensible)
 
 
 def _first_names(members: list[ParamSlot], unsharded: dict[str, nn.Parameter]) -> list[ParamSlot]:

@@ -1,4 +1,5 @@
-"""Random models, units, meshes, modes, counts and loops, in fp64, where a wrong gradient cannot hide behind rounding.
+"""Random models, units, meshes, modes, counts and loops, computed in fp64, where a wrong gradient cannot hide behind rounding; parameters
+are fp64 or, as where FSDP2 casts them for compute, fp32.
 
 A seed decides everything, on every rank alike: a tree of modules of which some are FSDP2 units, some frozen, some recomputed, some called
 twice, some left out of some microbatches; how many microbatches each rank runs; and how the loop announces them.
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import primus_odc
@@ -24,7 +25,7 @@ from tests.workers import run_workers
 
 WIDTH = 6
 STEPS = 3
-TOLERANCE = 1e-12
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
 SEEDS = {3: range(100, 108), 4: range(10)}
 
 
@@ -78,7 +79,8 @@ def _pass(model: nn.Module, seed: int, step: int, rank: int, index: int) -> None
         output.square().sum().backward()
 
 
-def _shard(model: _Node, rng: random.Random) -> None:
+def _shard(model: _Node, rng: random.Random, dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64) if dtype != torch.float64 else MixedPrecisionPolicy()
     world = dist.get_world_size()
     shapes = [(world,), (world,), (1, world), (world, 1), *([(2, 2)] if world == 4 else [])]
     shape = rng.choice(shapes)
@@ -86,14 +88,15 @@ def _shard(model: _Node, rng: random.Random) -> None:
     reshard: Any = rng.choice([True, False, *([2] if shape[-1] == 4 else [])])
     for node in reversed([m for m in model.modules() if isinstance(m, _Node) and m is not model]):
         if rng.random() < 0.5:
-            fully_shard(node, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)
+            fully_shard(node, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def _check(seed: int) -> None:
     rng, rank = random.Random(seed + 1), dist.get_rank()
-    whole, model = _model(seed), _model(seed)
-    _shard(model, rng)
+    dtype = rng.choice(tuple(TOLERANCES))
+    whole, model = _model(seed).to(dtype).double(), _model(seed).to(dtype)
+    _shard(model, rng, dtype)
     announce = rng.choice(("count", "last", "nothing"))
     engine = primus_odc.attach(
         model,
@@ -127,8 +130,8 @@ def _check(seed: int) -> None:
             assert p.grad is not None, name
             expected = q.grad if q.grad is not None else torch.zeros_like(q)
             error = float((full(p.grad) - expected).norm())
-            assert error <= TOLERANCE * max(float(expected.norm()), 1e-3 * norm), (name, error)
-        assert math.isclose(engine.grad_norm(), norm, rel_tol=TOLERANCE)
+            assert error <= TOLERANCES[dtype] * max(float(expected.norm()), 1e-3 * norm), (name, error)
+        assert math.isclose(engine.grad_norm(), norm, rel_tol=TOLERANCES[dtype])
     engine.detach()
 
 
