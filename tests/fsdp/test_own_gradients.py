@@ -55,7 +55,7 @@ def a_penalty_inside_a_minibatch_is_refused() -> None:
     engine = primus_odc.attach(model, parameters="reshard")
     engine.begin_minibatch(1)
     loss_of(model, *microbatch(0, dist.get_rank(), 0), 1).backward()
-    model.reshard()  # type: ignore[attr-defined]
+    model.reshard()  # type: ignore[operator]
     _penalty(model)
     dist.barrier()  # the first rank to refuse tells the others, which must have come as far
     with pytest.raises(OdcError, match=r"the gradient of \S+ was assigned inside a minibatch \(or made by a backward"):
