@@ -40,6 +40,33 @@ def _terms(  # type: ignore[no-untyped-def]  # Triton's own language
     return terms
 
 
+@triton.jit
+def _sum_block(  # type: ignore[no-untyped-def]  # Triton's own language
+    total,
+    places,
+    present,
+    narrow,
+    shift,
+    start,
+    numel,
+    FIRST: tl.constexpr,
+    SOURCES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # The block that begins at start: sources begin at places[s], and bit FIRST + s of present and narrow is source s.
+    offsets = start + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    value = tl.zeros([BLOCK], dtype=total.dtype.element_ty)
+    for s in tl.static_range(SOURCES):
+        here = mask & (((present >> (FIRST + s)) & 1) != 0)
+        half = ((narrow >> (FIRST + s)) & 1) != 0
+        value += _terms(tl.load(places + s), shift, offsets, here, half, total.dtype.element_ty, WIDE, NARROW, ALIGNED)
+    tl.store(total + offsets, value, mask=mask)
+
+
 @triton.jit(do_not_specialize=["present", "narrow", "shift"])
 def _pull_sum(  # type: ignore[no-untyped-def]  # Triton's own language
     total,
@@ -57,14 +84,7 @@ def _pull_sum(  # type: ignore[no-untyped-def]  # Triton's own language
 ):
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, numel, step, num_stages=STAGES):
-        offsets = start + tl.arange(0, BLOCK)
-        mask = offsets < numel
-        value = tl.zeros([BLOCK], dtype=total.dtype.element_ty)
-        for s in tl.static_range(SOURCES):
-            here = mask & (((present >> s) & 1) != 0)
-            half = ((narrow >> s) & 1) != 0
-            value += _terms(tl.load(table + s), shift, offsets, here, half, total.dtype.element_ty, WIDE, NARROW, ALIGNED)
-        tl.store(total + offsets, value, mask=mask)
+        _sum_block(total, table, present, narrow, shift, start, numel, 0, SOURCES, ALIGNED, WIDE, NARROW, BLOCK)
 
 
 _NARROW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -149,14 +169,7 @@ def _pull_sums(  # type: ignore[no-untyped-def]  # Triton's own language
         shift = tl.load(sizes + 2 * g + 1)
         total = tl.load(row).to(tl.pointer_type(kind.dtype.element_ty))
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, step):
-            offsets = start + tl.arange(0, BLOCK)
-            mask = offsets < numel
-            value = tl.zeros([BLOCK], dtype=kind.dtype.element_ty)
-            for s in tl.static_range(SOURCES):
-                here = mask & (((present >> (g * SOURCES + s)) & 1) != 0)
-                half = ((narrow >> (g * SOURCES + s)) & 1) != 0
-                value += _terms(tl.load(row + 1 + s), shift, offsets, here, half, kind.dtype.element_ty, WIDE, NARROW, False)
-            tl.store(total + offsets, value, mask=mask)
+            _sum_block(total, row + 1, present, narrow, shift, start, numel, g * SOURCES, SOURCES, False, WIDE, NARROW, BLOCK)
 
 
 class PullSums:
