@@ -49,7 +49,7 @@ from primus_odc.versions import require_fsdp2
 
 logger = logging.getLogger("primus_odc")
 
-_ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_ATTACHED: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
 
 
 def attach(model: nn.Module, **options: Any) -> Engine:
@@ -80,10 +80,10 @@ class Engine:
         require_fsdp2()
         if not isinstance(model, FSDPModule):
             raise UnsupportedModelError("attach() needs the root FSDP2 module: call fully_shard on the whole model last, then attach it")
-        if model in _ATTACHED:
-            raise ProtocolError("this model has an engine already: detach() it first")
         self._model: nn.Module = model
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        if not _ATTACHED.isdisjoint(self._modules):
+            raise ProtocolError("this model, a part of it or one that it is part of has an engine already: detach() that first")
         self._units: list[Unit] = []
         self._reshard()  # an evaluation may have left modules unsharded
         self._mesh: Mesh = find_mesh(model)
@@ -127,7 +127,7 @@ class Engine:
         self._norms = 0
         self._norm_check = NormCheck(self._mesh, self._plane.lanes, self._device)
         self._stats: dict[str, Any] = self.totals()
-        _ATTACHED.add(model)
+        _ATTACHED.update(self._modules)
         if self._mesh.rank == 0:
             logger.info(describe(self.choices, self._mesh, len(self._units), self.memory))
         self.publish()
@@ -308,7 +308,7 @@ class Engine:
             for handle in [*self._handles, *(h for r in self._reducers for h in r.handles)]:
                 handle.remove()
         self._heap.close()
-        _ATTACHED.discard(self._model)
+        _ATTACHED.difference_update(self._modules)
 
     # What the hooks call -------------------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,12 @@ def a_refused_model_trains_natively_as_before() -> None:
 def attached_twice() -> None:
     model, engine = _attached()
     _refused(lambda: primus_odc.attach(model), ProtocolError, "detach()")
+    _refused(lambda: primus_odc.attach(model.blocks[0]), ProtocolError, "one that it is part of")
     engine.detach()
+    part = primus_odc.attach(model.blocks[0])
+    _refused(lambda: primus_odc.attach(model), ProtocolError, "a part of it")
+    part.detach()
+    primus_odc.attach(model).detach()
 
 
 def wrong_order(call: Callable[[Tiny, Engine], object], *parts: str) -> Callable[[], None]:
