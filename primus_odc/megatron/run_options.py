@@ -54,7 +54,7 @@ class RunOptions:
         Raises:
             ConfigError: all that is wrong with keys, values, their combinations, and the files and packages that they name.
         """
-        problems, comm, train = _check_all_but_model(experiment, params)
+        problems, comm, train = check_all_but_model(experiment, params)
         gpt_config = importlib.import_module("primus_odc.megatron.gpt_config").gpt_config
         described = problems.of(lambda: gpt_config(params, vocab_size=1))
         problems.of(lambda: importlib.import_module("primus_odc.megatron.lr").schedule(params))
@@ -72,13 +72,8 @@ class RunOptions:
             params=params,
             train=train,
             comm=comm,
-            max_tokens=_cap(comm, params),
-            cost_model=cost_model_of(
-                comm.odc,
-                described.transformer,
-                gated_mlp=described.transformer.gated_linear_unit,
-                recompute=described.recomputed_layers == described.transformer.num_layers,
-            ),
+            max_tokens=cap_of(comm, params),
+            cost_model=described_costs(comm.odc, described),
         )
 
 
@@ -88,16 +83,17 @@ def require_checked(experiment: Experiment, params: dict[str, Any]) -> None:
     Raises:
         ConfigError: as :meth:`RunOptions.of`.
     """
-    if _check_all_but_model(experiment, params)[0].found:
+    if check_all_but_model(experiment, params)[0].found:
         RunOptions.of(experiment, params)
 
 
-def _check_all_but_model(experiment: Experiment, params: Mapping[str, Any]) -> tuple[Problems, ParsedComm | None, TrainConfig | None]:
+def check_all_but_model(experiment: Experiment, params: Mapping[str, Any]) -> tuple[Problems, ParsedComm | None, TrainConfig | None]:
+    """What is wrong beside the model's keys, without torch; the communication and the run are None where something is wrong with them."""
     problems = Problems()
     comm = problems.of(lambda: parse_odc(params))
     if comm is not None:
         problems.of(lambda: policy_of(comm.arm))
-        problems.of(lambda: _cap(comm, params))
+        problems.of(lambda: cap_of(comm, params))
     train = problems.of(lambda: parse_train(params))
     problems.of(lambda: check_data(params))
     if experiment.self_contained:
@@ -125,7 +121,7 @@ def _require_devices(backend: Any) -> None:
 def _require_positions(described: Any, comm: ParsedComm, params: Mapping[str, Any]) -> None:
     """A learned position for every token of the longest sample. Rotary positions are computed, so there ``max_position_embeddings`` says
     nothing."""
-    cap = _cap(comm, params)
+    cap = cap_of(comm, params)
     if described.position_embedding_type == "learned_absolute" and described.max_positions < cap:
         raise ConfigError(
             [
@@ -150,13 +146,20 @@ def _require_transport(comm: ParsedComm, backend: Any) -> None:
     resolve(comm.odc, "cpu" if backend == "gloo" else "cuda")
 
 
-def _cap(comm: ParsedComm, params: Mapping[str, Any]) -> int:
+def cap_of(comm: ParsedComm, params: Mapping[str, Any]) -> int:
     """The most tokens of a microbatch."""
     cap = comm.odc.max_tokens_per_microbatch or params.get("seq_length")
     if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
         given = "is missing" if cap is None else f"is {describe(cap)}"
         raise ConfigError([f"seq_length {given}; it must be a whole number of at least 1, being the most tokens of a microbatch"])
     return cap
+
+
+def described_costs(odc: OdcConfig, described: Any) -> CostModel:
+    """:func:`cost_model_of` for the model that ``gpt_config`` described."""
+    shape = described.transformer
+    recompute = described.recomputed_layers == shape.num_layers
+    return cost_model_of(odc, shape, gated_mlp=shape.gated_linear_unit, recompute=recompute)
 
 
 def cost_model_of(odc: OdcConfig, shape: Any, *, gated_mlp: bool, recompute: bool) -> CostModel:

@@ -1,9 +1,18 @@
-"""``primus-odc plan``: what each arm would gain, before any accelerator is paid for."""
+"""``primus-odc plan``: what each arm would gain, before any accelerator is paid for.
+
+Lengths come from a named distribution, from a file of lengths, or from an experiment YAML, whose data are read as training reads them.
+Only the last needs what lies above this package (:mod:`primus_odc.megatron.planned`), and imports it when it is asked for.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from primus_odc.config import OdcConfig
 from primus_odc.errors import PlanError
@@ -11,26 +20,34 @@ from primus_odc.planning.cost import CostModel
 from primus_odc.planning.lengths import DISTRIBUTIONS, named_distribution, read_lengths
 from primus_odc.planning.report import PlanSettings, plan_report, render
 
+BATCH_SIZES = (1, 2, 4, 8)
+
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``primus-odc plan``."""
     names = ", ".join(DISTRIBUTIONS)
-    parser.add_argument("lengths", help=f"file of tokens per sample (text, .json, .jsonl), or one of {names}, optionally with /64")
+    parser.add_argument(
+        "lengths",
+        help=f"file of tokens per sample (text, .json, .jsonl), or one of {names}, optionally with /64, or an experiment YAML, whose data "
+        "are read as training reads them, and whose batch size, cap and costs count where no option changes them",
+    )
     parser.add_argument("--ranks", type=_positive, nargs="+", default=[8], metavar="N", help="numbers of ranks (default: 8)")
     parser.add_argument(
-        "--samples-per-rank", type=_positive, nargs="+", default=[1, 2, 4, 8], metavar="N", help="batch sizes (default: 1 2 4 8)"
+        "--samples-per-rank", type=_positive, nargs="+", metavar="N", help="batch sizes (default: 1 2 4 8, or the YAML's global_batch_size)"
     )
     parser.add_argument(
-        "--max-tokens", type=_positive, metavar="N", help="max_tokens_per_microbatch (default: the longest a sample can be)"
+        "--max-tokens", type=_positive, metavar="N", help="max_tokens_per_microbatch (default: the longest a sample can be, or the YAML's)"
     )
     parser.add_argument(
         "--cost-model",
-        default="attention",
-        help="linear, attention, or your own fit a,b (default: attention; training plans with odc.cost_model, by default "
+        help="linear, attention, or your own fit a,b (default: attention, or the YAML's; training plans with odc.cost_model, by default "
         f"{OdcConfig().cost_model})",
     )
     parser.add_argument(
-        "--microbatch-cost", type=float, default=0.0, metavar="TOKENS", help="fixed cost of a microbatch, odc.microbatch_cost (default: 0)"
+        "--microbatch-cost",
+        type=float,
+        metavar="TOKENS",
+        help="fixed cost of a microbatch, odc.microbatch_cost (default: 0, or the YAML's)",
     )
     parser.add_argument("--minibatches", type=_positive, default=16, metavar="N", help="minibatches to average over (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the distribution and of the order (default: 0)")
@@ -42,10 +59,20 @@ def run_plan(args: argparse.Namespace) -> int:
 
     Raises:
         PlanError: lengths that cannot be read, a sample over the cap, too few samples, a wrong cost model.
+        OdcError: an experiment or its data that cannot be used.
     """
+    of_experiment = args.lengths.endswith((".yaml", ".yml"))
+    lengths, settings = _from_experiment(args) if of_experiment else _from_lengths(args)
+    report = plan_report(lengths, settings, source=args.lengths)
+    print(json.dumps(report) if args.json else render(report), end="\n" if args.json else "")
+    return 0
+
+
+def _from_lengths(args: argparse.Namespace) -> tuple[npt.NDArray[np.int64], PlanSettings]:
+    samples_per_rank = args.samples_per_rank or BATCH_SIZES
     distribution = named_distribution(args.lengths)
     if distribution is not None:
-        needed = max(args.ranks) * max(args.samples_per_rank) * args.minibatches
+        needed = max(args.ranks) * max(samples_per_rank) * args.minibatches
         lengths = distribution.sample(needed, args.seed)
         longest = distribution.longest // distribution.divisor
     else:
@@ -56,17 +83,35 @@ def run_plan(args: argparse.Namespace) -> int:
             f"--max-tokens {args.max_tokens}: samples have up to {longest} tokens; give at least that, or cut the lengths first (training "
             "does so with odc.over_length: truncate)"
         )
-    settings = PlanSettings(
+    return lengths, PlanSettings(
         world_sizes=args.ranks,
-        samples_per_rank=args.samples_per_rank,
+        samples_per_rank=samples_per_rank,
         max_tokens=args.max_tokens if args.max_tokens is not None else longest,
-        cost_model=_cost_model(args.cost_model, args.microbatch_cost),
+        cost_model=_cost_model(args.cost_model or "attention", args.microbatch_cost or 0.0),
         minibatches=args.minibatches,
         seed=args.seed,
     )
-    report = plan_report(lengths, settings, source=args.lengths)
-    print(json.dumps(report) if args.json else render(report), end="\n" if args.json else "")
-    return 0
+
+
+def _from_experiment(args: argparse.Namespace) -> tuple[npt.NDArray[np.int64], PlanSettings]:
+    """With options as what they are for training: other values of its keys."""
+    keys = {
+        "max_tokens_per_microbatch": args.max_tokens,
+        "cost_model": f"[{args.cost_model}]" if args.cost_model and "," in args.cost_model else args.cost_model,
+        "microbatch_cost": args.microbatch_cost,
+    }
+    overrides = [f"odc.{key}={value}" for key, value in keys.items() if value is not None]
+    planned = importlib.import_module("primus_odc.megatron.planned").read_planned(Path(args.lengths), overrides)
+    return planned.lengths, PlanSettings(
+        world_sizes=args.ranks,
+        samples_per_rank=args.samples_per_rank or (),
+        global_batch_size=None if args.samples_per_rank else planned.global_batch_size,
+        max_tokens=planned.max_tokens,
+        cost_model=planned.cost_model,
+        cost_model_source="--cost-model" if args.cost_model else "odc.cost_model",
+        minibatches=args.minibatches,
+        seed=args.seed,
+    )
 
 
 def _cost_model(text: str, microbatch_cost: float) -> CostModel:

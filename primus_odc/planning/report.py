@@ -34,13 +34,19 @@ class PlanSettings:
     """Numbers of ranks to report."""
 
     samples_per_rank: Sequence[int]
-    """Batch sizes to report: samples of a minibatch divided by ranks."""
+    """Batch sizes to report: samples of a minibatch divided by ranks; not read with ``global_batch_size``."""
+
+    global_batch_size: int | None = None
+    """Samples of a minibatch on any number of ranks."""
 
     max_tokens: int
     """Most tokens of one microbatch."""
 
     cost_model: CostModel
     """What a microbatch costs."""
+
+    cost_model_source: str = "--cost-model"
+    """The option or key that gave it; ``odc.cost_model``: training plans with it."""
 
     minibatches: int = 16
     """Minibatches to average over; fewer if there are not enough samples."""
@@ -75,19 +81,33 @@ def plan_report(lengths: npt.ArrayLike, settings: PlanSettings, *, source: str) 
         },
         "max_tokens_per_microbatch": settings.max_tokens,
         "cost_model": settings.cost_model.name,
+        "cost_model_source": settings.cost_model_source,
         "microbatch_cost": settings.cost_model.fixed_tokens,
         "arms": dict(ARM_MEANING),
-        "points": [_point(tokens, settings, ranks, samples) for ranks in settings.world_sizes for samples in settings.samples_per_rank],
+        "points": [_point(tokens, settings, ranks, size) for ranks in settings.world_sizes for size in _batch_sizes(settings, ranks)],
     }
 
 
-def _point(tokens: npt.NDArray[np.int64], settings: PlanSettings, world_size: int, samples_per_rank: int) -> dict[str, Any]:
-    size = world_size * samples_per_rank
+def _batch_sizes(settings: PlanSettings, world_size: int) -> list[int]:
+    """Samples of a minibatch, all ranks together."""
+    if settings.global_batch_size is not None:
+        return [settings.global_batch_size]
+    return [world_size * samples for samples in settings.samples_per_rank]
+
+
+def _batch(world_size: int, size: int) -> str:
+    """Ranks and samples of a minibatch, in words."""
+    each, rest = divmod(size, world_size)
+    return f"{counted(world_size, 'rank')}, " + (
+        f"{counted(size, 'sample')} a minibatch" if rest else f"{counted(each, 'sample')} per rank"
+    )
+
+
+def _point(tokens: npt.NDArray[np.int64], settings: PlanSettings, world_size: int, size: int) -> dict[str, Any]:
     count = min(settings.minibatches, len(tokens) // size)
     if count < 1:
         raise PlanError(
-            f"{counted(world_size, 'rank')} with {counted(samples_per_rank, 'sample')} each: {size} are needed, but there are "
-            f"{len(tokens)}; give more lengths, fewer ranks or a smaller batch"
+            f"{_batch(world_size, size)}: {size} are needed, but there are {len(tokens)}; give more lengths, fewer ranks or a smaller batch"
         )
     order = np.random.default_rng(settings.seed).permutation(len(tokens))
     step_costs: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -116,7 +136,7 @@ def _point(tokens: npt.NDArray[np.int64], settings: PlanSettings, world_size: in
     total = {arm: sum(costs) for arm, costs in step_costs.items()}
     return {
         "ranks": world_size,
-        "samples_per_rank": samples_per_rank,
+        "samples_per_rank": size / world_size if size % world_size else size // world_size,
         "minibatches": count,
         "planning_ms_median": {policy: float(np.median(times)) for policy, times in planning_ms.items()},
         "arms": [
@@ -139,9 +159,10 @@ def render(report: dict[str, Any]) -> str:
     spread = ", ".join(f"{key} {tokens[key]:.0f}" for key in ("mean", "p50", "p90", "p99", "max"))
     lines = [
         f"{report['source']}: {report['samples']} samples, tokens {spread}",
-        f"cap {report['max_tokens_per_microbatch']} tokens per microbatch; cost model {report['cost_model']} (--cost-model), "
+        f"cap {report['max_tokens_per_microbatch']} tokens per microbatch; cost model {report['cost_model']} "
+        f"({report['cost_model_source']}), "
         f"a microbatch costs {report['microbatch_cost']:g} tokens beside its samples",
-        f"Training plans with its own key odc.cost_model instead (default: {OdcConfig().cost_model}).",
+        *_where_training_differs(report["cost_model_source"]),
         "Predicted from computing and waiting alone: communication itself is not in these numbers.",
         *(f"{arm:<14}  {line}" for name, meaning in report["arms"].items() for arm, line in _lines(name, meaning)),
     ]
@@ -150,10 +171,16 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _where_training_differs(cost_model_source: str) -> list[str]:
+    if cost_model_source == "odc.cost_model":
+        return []
+    return [f"Training plans with its own key odc.cost_model instead (default: {OdcConfig().cost_model})."]
+
+
 def _render_point(point: dict[str, Any]) -> Iterator[str]:
     planning = ", ".join(f"{policy} {ms:.1f} ms" for policy, ms in point["planning_ms_median"].items())
-    batch = f"{counted(point['ranks'], 'rank')}, {counted(point['samples_per_rank'], 'sample')} per rank"
-    yield f"{batch}, {counted(point['minibatches'], 'minibatch')}"
+    size = round(point["samples_per_rank"] * point["ranks"])
+    yield f"{_batch(point['ranks'], size)}, {counted(point['minibatches'], 'minibatch')}"
     yield f"  planning one took {planning}"
     over = "  ".join(f"x {baseline:>14}" for baseline in BASELINES)
     yield f"  {'arm':<14}  {'idle mean':>9}  {'idle max':>8}  {over}"

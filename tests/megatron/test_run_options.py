@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import pytest
 
 from primus_odc.errors import ConfigError
+from primus_odc.experiment import load_experiment
 from primus_odc.megatron.checkpoint import LATEST
 from primus_odc.megatron.outputs import check_outputs
+from primus_odc.megatron.planned import read_planned
 from primus_odc.megatron.run_options import RunOptions
+from primus_odc.megatron.train_config import normalise
 from tests.megatron.run_cases import options, write_dialogues
 from tests.report.test_logs import HEADER, step, write
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
@@ -66,6 +72,23 @@ def test_fixed_cost_reaches_the_planner(folder: Path, cost_model: Any) -> None:
     assert plain.cost_model.fixed == 0
     assert fixed.cost_model.fixed == pytest.approx(700 * plain.cost_model.per_token)
     assert replace(fixed.cost_model, fixed=0.0) == plain.cost_model
+
+
+@pytest.mark.parametrize("cost_model", ["linear", "attention", [2.0, 3.0]])
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_plan_has_the_costs_and_the_cap_of_training(tmp_path: Path, cost_model: Any, recompute: str | None) -> None:
+    """Also without the GPUs that training would need."""
+    file = tmp_path / "mine.yaml"
+    keys = {"sft_max_samples": 20, "sft_min_tokens": 0, "recompute_granularity": recompute, "distributed_backend": "nccl"}
+    keys |= {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}
+    odc = {"cost_model": cost_model, "microbatch_cost": 700}
+    content = {"extends": str(CONFIGS / "smoke.yaml"), "workspace": str(tmp_path), "modules": {"post_trainer": keys | {"odc": odc}}}
+    file.write_text(json.dumps(content))  # JSON is YAML
+    planned = read_planned(file, [])
+    experiment = load_experiment(file, ["--distributed_backend", "gloo", "--comm_backend", "odc_nopad"])
+    trained = RunOptions.of(experiment, normalise(experiment.params))
+    assert planned.cost_model == trained.cost_model and planned.cost_model.fixed > 0
+    assert (planned.max_tokens, planned.global_batch_size) == (trained.max_tokens, trained.train.global_batch_size) == (256, 8)
 
 
 def checkpoint(folder: Path, number: int) -> Path:

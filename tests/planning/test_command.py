@@ -6,16 +6,19 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from primus_odc.config import parse_odc
-from primus_odc.errors import PlanError
+from primus_odc.errors import ConfigError, DataError, PlanError
 from primus_odc.planning import CostModel, plan_minibatch
 from primus_odc.planning.command import add_plan_arguments, run_plan
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 ARMS = ["nccl_pad", "nccl_localsort", "nccl_zero2", "odc_pad", "odc_nopad"]
 
 
@@ -66,7 +69,7 @@ def test_help_tells_the_cost_model_of_training() -> None:
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     told = " ".join(parser.format_help().split())
-    assert f"(default: attention; training plans with odc.cost_model, by default {parse_odc({}).odc.cost_model})" in told
+    assert f"(default: attention, or the YAML's; training plans with odc.cost_model, by default {parse_odc({}).odc.cost_model})" in told
 
 
 def test_every_combination_of_a_named_distribution(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +117,7 @@ def test_refusals(tmp_path: Path) -> None:
     path = str(tmp_path / "lengths.txt")
     with pytest.raises(PlanError, match="samples have up to 40 tokens"):
         run(path, "--ranks", "2", "--samples-per-rank", "2", "--max-tokens", "35")
-    with pytest.raises(PlanError, match="4 ranks with 2 samples each: 8 are needed, but there are 4"):
+    with pytest.raises(PlanError, match="4 ranks, 2 samples per rank: 8 are needed, but there are 4"):
         run(path, "--ranks", "4", "--samples-per-rank", "2")
     for model in ("quadratic", "1,x", "1,2,3"):
         with pytest.raises(PlanError, match="use linear, attention or two coefficients"):
@@ -123,6 +126,66 @@ def test_refusals(tmp_path: Path) -> None:
         run(path, "--ranks", "0")
 
 
+def write_experiment(folder: Path, lengths: Sequence[int], **odc: object) -> str:
+    """An experiment of documents of so many tokens: bytes between one that begins and one that ends a document."""
+    lines = [json.dumps({"text": "x" * (length - 2)}) for length in lengths]
+    (folder / "documents.jsonl").write_text("\n".join(lines) + "\n")
+    keys: dict[str, object] = {"sft_dataset_name": str(folder / "documents.jsonl"), "sft_conversation_format": "text"}
+    keys |= {"sft_validation_fraction": 0.0, "eval_iters": 0, "sft_min_tokens": 30, "seq_length": 100, "global_batch_size": 9}
+    content = {"extends": str(CONFIGS / "smoke.yaml"), "workspace": str(folder / "output")}
+    (folder / "mine.yaml").write_text(json.dumps(content | {"modules": {"post_trainer": keys | {"odc": odc}}}))  # JSON is YAML
+    return str(folder / "mine.yaml")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert run(*words, "--json") == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    for point in report["points"]:
+        del point["planning_ms_median"]
+    return report
+
+
+def test_an_experiment_is_planned_as_it_would_be_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = np.random.default_rng(5).integers(2, 200, 60).tolist()
+    experiment = write_experiment(tmp_path, lengths, cost_model=[3.0, 2.0], microbatch_cost=7.0)
+    trained = [min(length, 100) for length in lengths if length >= 30]  # sft_min_tokens; smoke.yaml has over_length: truncate
+    (tmp_path / "lengths.txt").write_text(" ".join(map(str, trained)))
+    by_hand = [str(tmp_path / "lengths.txt"), "--ranks", "3", "--max-tokens", "100", "--cost-model", "3,2", "--microbatch-cost", "7"]
+    told, expected = planned(capsys, experiment, "--ranks", "3", "4"), planned(capsys, *by_hand, "--samples-per-rank", "3")
+    assert told["samples"] == len(trained) and told["points"][0] == expected["points"][0]
+    assert told["microbatch_cost"] == 7 and told["cost_model_source"] == "odc.cost_model"
+    # Batch sizes of training need not divide by the ranks.
+    uneven = told["points"][1]
+    assert (uneven["ranks"], uneven["samples_per_rank"]) == (4, 2.25)
+    assert all(sum(counts) <= 9 for counts in uneven["arms"][4]["microbatches"])
+    assert (tmp_path / "output" / "token_cache").is_dir()
+
+    run(experiment, "--ranks", "3", "4")
+    text = capsys.readouterr().out
+    assert "\n3 ranks, 3 samples per rank, " in text and "\n4 ranks, 9 samples a minibatch, " in text
+    assert "(odc.cost_model)" in text and "instead" not in text
+
+
+def test_options_change_what_the_experiment_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = write_experiment(tmp_path, [40, 60, 80, 100] * 4, cost_model=[3.0, 2.0], microbatch_cost=7.0)
+    words = ["--ranks", "2", "--samples-per-rank", "2", "--max-tokens", "50", "--cost-model", "1,2", "--microbatch-cost", "3"]
+    told = planned(capsys, experiment, *words)
+    (tmp_path / "lengths.txt").write_text("40 50 50 50 " * 4)
+    assert told["points"] == planned(capsys, str(tmp_path / "lengths.txt"), *words)["points"]
+    assert (told["microbatch_cost"], told["max_tokens_per_microbatch"], told["cost_model_source"]) == (3, 50, "--cost-model")
+
+
+def test_an_experiment_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"1 of 3 samples are longer than the cap of 100 tokens"):
+        run(write_experiment(tmp_path, [40, 60, 101], over_length="error"))
+    with pytest.raises(ConfigError, match=r"odc\.cost_modl"):
+        run(write_experiment(tmp_path, [40, 60], cost_modl="linear"))
+    with pytest.raises(ConfigError, match="cost_model"):
+        run(write_experiment(tmp_path, [40, 60]), "--cost-model", "quadratic")
+    with pytest.raises(PlanError, match="2 ranks, 9 samples a minibatch: 9 are needed, but there are 2"):
+        run(write_experiment(tmp_path, [40, 60]), "--ranks", "2")
+
+
 def test_planning_does_not_import_torch() -> None:
-    code = "import sys, primus_odc.planning.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, primus_odc.planning.command, primus_odc.megatron.planned; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=50).returncode == 0
