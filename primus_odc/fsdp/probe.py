@@ -199,6 +199,11 @@ def _spec(members: list[ParamSlot], unsharded: dict[str, nn.Parameter], offsets:
         grad_cursor += padded if p.requires_grad else 0
     if shards > 1 and shard_cursor != row_nbytes:
         raise UnsupportedModelError(f"the unit of {members[0].name} gathers {row_nbytes} bytes a shard, expected {shard_cursor}")
+    if found := [s for s, p in zip(members, params, strict=True) if p.trainable and s.sharded().is_complex()]:
+        raise UnsupportedModelError(
+            f"parameter {found[0].name} is of {found[0].sharded().dtype}, whose gradients are not served on demand: keep it as a real "
+            "tensor (torch.view_as_real) and use torch.view_as_complex() in forward"
+        )
     dtypes = {s.sharded().dtype for s, p in zip(members, params, strict=True) if p.trainable} or {torch.float32}
     if len(dtypes) > 1:
         raise UnsupportedModelError(f"the trainable parameters of the unit of {members[0].name} have several dtypes: {dtypes}")

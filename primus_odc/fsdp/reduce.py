@@ -86,8 +86,9 @@ class ScatterAccumulate:
         if self._arrived:
             names = [self._spec.params[i].name for i in sorted(self._arrived)]
             raise ProtocolError(
-                f"group {self._spec.name}: FSDP2 holds gradients of {names} that it has not reduced: a backward pass did not finish, or "
-                "set_requires_gradient_sync(False) was in force in this rank's last microbatch"
+                f"group {self._spec.name}: FSDP2 holds gradients of {names} that it has not reduced: a backward pass did not finish, "
+                "set_requires_gradient_sync(False) was in force in this rank's last microbatch, or the unit is recomputed twice in a "
+                "microbatch with use_reentrant=True, where FSDP2 by itself loses gradients too (take use_reentrant=False)"
             )
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

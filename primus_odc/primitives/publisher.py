@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from primus_odc.errors import ProtocolError
 from primus_odc.primitives.spec import GroupSpec
 
 ReadShard = Callable[[int, int], torch.Tensor]
@@ -25,12 +26,30 @@ class Publisher:
         self._read_shard_of = read_shard_of
         self._places = [_places(g, region) if g.shards > 1 else [] for g, region in zip(groups, regions, strict=True)]
         self._found: dict[int, list[torch.Tensor]] = {}
+        self._dtypes: dict[int, list[torch.dtype]] = {}
         self._batches: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     @torch.no_grad()
     def look_up(self) -> None:
-        """Find the shards that are copied next; all groups must be resharded, and stay so."""
+        """Find the shards that are copied next; all groups must be resharded, and stay so.
+
+        Raises:
+            ProtocolError: parameters have another dtype than the first time.
+        """
         self._found = {g: self._shards(g) for g, places in enumerate(self._places) if places}
+        dtypes = {g: [shard.dtype for shard in shards] for g, shards in self._found.items()}
+        self._dtypes = self._dtypes or dtypes
+        if dtypes != self._dtypes:
+            changed = [
+                f"{p.name} ({before} is {now})"
+                for g, found in dtypes.items()
+                for p, before, now in zip(self._groups[g].params, self._dtypes[g], found, strict=True)
+                if before != now
+            ]
+            raise ProtocolError(
+                f"the dtype of {len(changed)} parameters changed after attach(), of {changed[0]} first: FSDP2 has made its buffers for the "
+                "old one; convert the model before fully_shard(), or load weights of the model's own dtype"
+            )
 
     @torch.no_grad()
     def add(self, group: int) -> None:
