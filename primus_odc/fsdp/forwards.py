@@ -17,11 +17,13 @@ class ForwardHooks:
       collective inside backward hangs where ranks have different counts.
     * After a forward outside a minibatch, an evaluation: all parameters are sharded again. FSDP2 leaves the root unsharded, with resident
       parameters everything; ``model.zero_grad()`` would then find unsharded parameters and leave the ``.grad`` of the sharded ones.
+      And edits are looked for afresh, since parameters may be edited before the next one: a copy into a reference model, averaged weights.
     """
 
-    def __init__(self, root: nn.Module, hsdp: bool, in_minibatch: Callable[[], bool], reshard: Callable[[], None]) -> None:
+    def __init__(self, root: nn.Module, hsdp: bool, in_minibatch: Callable[[], bool], *after: Callable[[], None]) -> None:
+        """``after``: called in turn after a forward outside a minibatch."""
         self._in_minibatch = in_minibatch
-        self._reshard = reshard
+        self._after_evaluation = after
         self.handles: list[RemovableHandle] = [root.register_forward_hook(self._after)]
         if hsdp:
             self.handles.append(root.register_forward_pre_hook(self._before))
@@ -33,4 +35,5 @@ class ForwardHooks:
 
     def _after(self, root: nn.Module, args: Any, output: Any) -> None:
         if not self._in_minibatch():
-            self._reshard()
+            for call in self._after_evaluation:
+                call()

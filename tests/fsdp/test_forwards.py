@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import primus_odc
+from primus_odc.errors import OdcError
 from tests.fsdp.checks import Check, failures, run_checks
 from tests.fsdp.models import Tiny, full, loss_of, microbatch, reference_gradients, rows, shard, tiny_model, worst_relative_error
 from tests.workers import run_workers
@@ -80,11 +81,30 @@ def gradient_synchronisation_switched_on_again(mesh: DeviceMesh | None, idiom: b
     engine.detach()
 
 
+def an_edit_between_two_evaluations(parameters: str) -> None:
+    """Own rows would be the new ones and everybody else's the old."""
+    model = shard(tiny_model())
+    engine = primus_odc.attach(model, parameters=parameters)
+    _evaluate(model)
+    dist.barrier()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2.0)
+    engine.publish()
+    _evaluate(model)
+    dist.barrier()  # the first rank to refuse tells the others, which must have come as far
+    with torch.no_grad():
+        model.head.weight.mul_(2.0)
+    with pytest.raises(OdcError, match=r"parameters of group \S+ changed after they were published in epoch 2"):
+        _evaluate(model)
+
+
 def _checks(mesh: DeviceMesh | None) -> dict[str, Check]:
     found: dict[str, Check] = {}
     for parameters in ("resident", "reshard"):
         found[f"zero_grad-{parameters}"] = partial(zero_grad_of_the_model_after_an_evaluation, parameters)
         found[f"clip-{parameters}"] = partial(clipping_after_an_evaluation, parameters)
+        found[f"edit-{parameters}"] = partial(an_edit_between_two_evaluations, parameters)
     for idiom in (False, True):
         found[f"hsdp-{'idiom' if idiom else 'once'}"] = partial(gradient_synchronisation_switched_on_again, mesh, idiom)
     return found
