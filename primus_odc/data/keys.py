@@ -69,14 +69,14 @@ def parse_data(params: Mapping[str, Any]) -> DataConfig:
         for key in params
         if str(key).startswith("sft_") and key not in (*_OWN_SFT_KEYS, *_PRIMUS_SFT_KEYS)
     ]
-    name = _text(params, "sft_dataset_name", problems)
+    name = _path(params, "sft_dataset_name", problems)
     if name is None:
         problems.append("sft_dataset_name is missing; give stdlib, a path, or a name of the hub")
     default_format = "text" if name == "stdlib" else "messages"
     template = _choice(params, "sft_conversation_format", _FORMATS, default_format, problems)
     unit = _choice(params, "sft_stdlib_unit", _UNITS, "definition", problems)
     tokenizer = _choice(params, "tokenizer_type", _TOKENIZERS, None, problems)
-    model = _text(params, "tokenizer_model", problems)
+    model = _path(params, "tokenizer_model", problems)
     if tokenizer == "HuggingFaceTokenizer" and model is None:
         problems.append("tokenizer_model is missing; tokenizer_type HuggingFaceTokenizer needs a tokenizer.json or a local folder with one")
     limit = params.get("sft_max_samples")
@@ -89,7 +89,7 @@ def parse_data(params: Mapping[str, Any]) -> DataConfig:
     if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 <= fraction < 1:
         problems.append(f"sft_validation_fraction is {fraction!r}; it must be a number from 0 to below 1")
     split = _text(params, "sft_dataset_split", problems)
-    cache = _text(params, "data_cache_path", problems)
+    cache = _path(params, "data_cache_path", problems)
     eos_token = _text(params, "tokenizer_eos_token", problems)
     if problems:
         raise ConfigError(problems)
@@ -121,7 +121,7 @@ def _choice(params: Mapping[str, Any], key: str, allowed: Mapping[str, str], def
             problems.append(f"{key} is missing; allowed: {', '.join(allowed)}")
             return None
         return allowed[default]
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         problems.append(f"{key} is {value!r}; {_did_you_mean(str(value), list(allowed))}")
         return None
     return allowed[value]
@@ -129,7 +129,18 @@ def _choice(params: Mapping[str, Any], key: str, allowed: Mapping[str, str], def
 
 def _text(params: Mapping[str, Any], key: str, problems: list[str]) -> str | None:
     value = params.get(key)
-    if value is not None and not (isinstance(value, str) and value):
+    if value is not None and (not (isinstance(value, str) and value) or "\0" in value):
         problems.append(f"{key} is {value!r}; it must be text")
+        return None
+    return value
+
+
+def _path(params: Mapping[str, Any], key: str, problems: list[str]) -> str | None:
+    """Text that is, or may be, the path of a file or folder."""
+    value = _text(params, key, problems)
+    try:
+        Path(value or "").expanduser()
+    except RuntimeError as error:
+        problems.append(f"{key} is {value!r}, and there is no such home folder: {error}")
         return None
     return value

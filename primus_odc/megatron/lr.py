@@ -58,12 +58,19 @@ def schedule(params: Mapping[str, Any]) -> dict[str, Any]:
     decay_steps = int(number("lr_decay_iters", None, least=1)) if get("lr_decay_iters") is not None else steps
     fraction = get("lr_warmup_fraction") is not None
     warmup_steps = number("lr_warmup_fraction", None) * decay_steps if fraction else number("lr_warmup_iters", 0)
+    if fraction and get("lr_warmup_iters"):
+        problems.append("lr_warmup_fraction and lr_warmup_iters exclude each other: leave one of them out")
     style, wsd_style = get("lr_decay_style", "linear"), get("lr_wsd_decay_style", "exponential")
     wsd_steps = int(number("lr_wsd_decay_iters", None)) if get("lr_wsd_decay_iters") is not None else None
     max_lr, min_lr, init_lr = number("lr", None), number("min_lr", 0.0), number("lr_warmup_init", 0.0)
     wd_style = get("weight_decay_incr_style", "constant")
     if wd_style == "constant":
         start_wd = end_wd = number("weight_decay", 0.01)
+        problems += [
+            f"{key} is {describe(get(key))} and needs weight_decay_incr_style: linear or cosine, where it is constant; or set weight_decay"
+            for key in ("start_weight_decay", "end_weight_decay")
+            if get(key) is not None
+        ]
     else:
         start_wd, end_wd = number("start_weight_decay", None), number("end_weight_decay", None)
     override, use_checkpoint = get("override_opt_param_scheduler", False), get("use_checkpoint_opt_param_scheduler", False)
@@ -82,7 +89,8 @@ def schedule(params: Mapping[str, Any]) -> dict[str, Any]:
         (
             ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction"),
             warmup_steps >= decay_steps,
-            f"the warm-up of {warmup_steps:g} steps must be shorter than lr_decay_iters (train_iters if absent), {decay_steps}",
+            f"the warm-up of {warmup_steps:g} steps (lr_warmup_iters or lr_warmup_fraction) must be shorter than lr_decay_iters "
+            f"(train_iters if absent), {decay_steps}",
         ),
         (
             ("lr", "min_lr", "lr_warmup_init"),

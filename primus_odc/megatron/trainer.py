@@ -133,7 +133,8 @@ def _resume(train: TrainConfig, arm: Arm, stream: MinibatchStream) -> int:
         return 0
     load_checkpoint(train.load, step, arm, stream)
     if arm.rank == 0:
-        logger.info("continuing after step %d from %s", step, train.load)
+        over = f"; train_iters is {train.train_iters}, so nothing is left to train" if step >= train.train_iters else ""
+        logger.info("continuing after step %d from %s%s", step, train.load, over)
     return step
 
 

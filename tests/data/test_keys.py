@@ -53,6 +53,13 @@ def test_values(key: str, value: Any, expected: Any) -> None:
         ("sft_validation_fraction", 1, "sft_validation_fraction is 1; it must be a number from 0 to below 1"),
         ("sft_validation_fraction", "0.1", "sft_validation_fraction is '0.1'"),
         ("sft_dataset_split", 3, "sft_dataset_split is 3; it must be text"),
+        ("sft_dataset_split", "a\0", "it must be text"),
+        ("tokenizer_type", ["byte"], r"tokenizer_type is \['byte'\]; allowed: byte"),
+        ("sft_conversation_format", {"a": 1}, "sft_conversation_format is {'a': 1}; allowed: messages"),
+        ("sft_stdlib_unit", [], "allowed: definition"),
+        ("sft_dataset_name", "~nobody-here/x", "sft_dataset_name is '~nobody-here/x', and there is no such home folder"),
+        ("tokenizer_model", "~nobody-here/x", "no such home folder"),
+        ("data_cache_path", "~nobody-here/x", "no such home folder"),
         ("sft_dataset_nmae", "x", "sft_dataset_nmae is no key of the data; allowed: .*; did you mean sft_dataset_name?"),
     ],
 )

@@ -187,8 +187,9 @@ def test_all_but_the_first_of_a_host_wait_for_their_end(local_rank: str | None, 
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_one_process_has_one_thread_as_under_torchrun_and_says_so(tmp_path: Path) -> None:
+def test_one_process_has_one_thread_as_under_torchrun_and_says_so_and_when_it_has_nothing_to_do(tmp_path: Path) -> None:
     words = ["--comm_backend", "odc_nopad", *DATA, "--eval_iters", "0", "--train_iters", "1"]
+    words += ["--save", str(tmp_path / "c"), "--load", str(tmp_path / "c")]
     words += ["--lr_decay_iters", "1", "--lr_warmup_iters", "0"]
     inherited = {key: value for key, value in environment(tmp_path).items() if key != "OMP_NUM_THREADS"}
     command = [sys.executable, "-m", "primus_odc", "train", str(SMOKE), *words]
@@ -197,6 +198,11 @@ def test_one_process_has_one_thread_as_under_torchrun_and_says_so(tmp_path: Path
     assert "arm odc_nopad on 1 rank of 1 thread(s) each (OMP_NUM_THREADS)" in done.stdout
     assert "\n1 minibatch of 8 samples; log: " in done.stdout
     assert read_step_log(tmp_path / "primus_odc" / "local" / "smoke").header.machine["torch_threads"] == 1
+    assert "nothing is left" not in done.stdout
+
+    done = subprocess.run(command, env=inherited, capture_output=True, text=True, timeout=TIMEOUT_S - 10, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"continuing after step 1 from {tmp_path / 'c'}; train_iters is 1, so nothing is left to train" in done.stdout
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
