@@ -24,8 +24,23 @@ from primus_odc.primitives import forms, kernels
 NUMEL = 64 << 20  # fp32 numbers of a shard: 256 MiB
 PROGRAMS = (12, 16, 24, 32, 64)
 FORMS = (None, (4096, 8, 1), (4096, 8, 2), (4096, 8, 3), (8192, 16, 1), (8192, 16, 2), (8192, 16, 3))
-"""(block, warps, stages); None: what the engine takes."""
+"""(block, warps, stages); None: what the engine takes. Left out where its blocks do not fit into shared memory."""
 REPEATS, WARM_UP = 6, 2
+
+
+class TooLargeError(Exception):
+    """A form whose blocks under way have no room."""
+
+
+def fixed(block: int, warps: int, stages: int) -> Callable[[int, int, int], tuple[int, int, int]]:
+    """In place of :func:`primus_odc.primitives.forms.form`."""
+
+    def form(sources: int, nbytes: int, room: int) -> tuple[int, int, int]:
+        if (stages - 1) * sources * block * nbytes > room:
+            raise TooLargeError
+        return block, warps, stages
+
+    return form
 
 
 def timed(call: Callable[[], object], factor: torch.Tensor) -> float:
@@ -94,11 +109,15 @@ def main() -> None:
         for kind, dtypes in (("wide", (None, None)), ("narrow", (torch.bfloat16, torch.bfloat16)), ("mixed", (None, torch.bfloat16))):
             present = {number: dtypes[number % 2] for number in range(sources)}
             for form in FORMS:
-                kernels.form = forms.form if form is None else lambda *_, form=form: form
+                kernels.form = forms.form if form is None else fixed(*form)  # type: ignore[assignment]
                 for programs in PROGRAMS:
                     kernels.PROGRAMS = programs
                     call = lambda k=kernel, p=present, n=numel: k(total[:n], p)  # noqa: E731
-                    row = {"sources": sources, "numel": numel, "kind": kind, "form": form, "programs": programs, "us": timed(call, factor)}
+                    try:
+                        us = timed(call, factor)
+                    except TooLargeError:  # on every rank alike
+                        break
+                    row = {"sources": sources, "numel": numel, "kind": kind, "form": form, "programs": programs, "us": us}
                     if form is None:
                         row |= {"collective_us": collective, "slows_products": products(call, 8, factor, side) / alone - 1}
                     rows.append(row)
