@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 if TYPE_CHECKING:
-    from primus_odc.fsdp.probe import Unit
+    from primus_odc.fsdp.probe import ParamSlot, Unit
 
 _ARGUMENTS = ("mesh", "outer_size", "outer_stride", "module", "mp_policy")
 Inputs = tuple[tuple[torch.Tensor], None]
@@ -48,11 +48,11 @@ def _after(outputs: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tenso
     return (outputs[0], ()) if out is None else None
 
 
-def _put(parameter: DTensor, inputs: Callable[[MixedPrecisionPolicy], Inputs]) -> torch.Tensor:
+def _put(parameter: DTensor, before: _Before) -> torch.Tensor:
     """Put the extension on a parameter's local tensor, and return that."""
     (name, *_), _ = parameter.__tensor_flatten__()  # to_local() may return a view
     local: Any = getattr(parameter, name)
-    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = _Before(inputs), _after
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, _after
     return local
 
 
@@ -81,7 +81,7 @@ class Placeholders:
         self.worked: set[str] = set()
         self._asked: set[str] = set()
         first = {id(p): name for name, p in reversed([*parameters.items()])}  # a shared one has several names
-        self._locals = [_put(parameters[name], self._zeros_for(name, parameters[name], shards)) for name in first.values()]
+        self._locals = [_put(parameters[name], _Before(self._zeros_for(name, parameters[name], shards))) for name in first.values()]
 
     def _zeros_for(self, name: str, parameter: DTensor, shards: int) -> Callable[[MixedPrecisionPolicy], Inputs]:
         def zeros(mp_policy: MixedPrecisionPolicy) -> Inputs:
@@ -120,6 +120,7 @@ class OwnSlices:
         self._published = published
         self._regrouped: set[int] = set()
         self._reduced: set[int] = set()
+        self._made: dict[int, list[tuple[ParamSlot, _Before]]] = {}
         self._used: dict[int, list[torch.Tensor]] = {}
 
     def gathered(self, group: int, *, whole: bool) -> None:
@@ -128,7 +129,9 @@ class OwnSlices:
         if not whole:
             self._regrouped.add(group)
         elif group in self._reduced and group not in self._used:
-            self._used[group] = self._use(self._units[group], self._published(group))
+            if group not in self._made:  # the host has little time in a forward pass: once
+                self._made[group] = self._make(self._units[group], self._published(group))
+            self._used[group] = [_put(slot.sharded(), before) for slot, before in self._made[group]]
 
     def reduced(self, group: int) -> None:
         """``group`` was reduced: whatever gathers its backward needs have been seen."""
@@ -143,13 +146,13 @@ class OwnSlices:
         self._used.clear()
 
     @staticmethod
-    def _use(unit: Unit, shard: torch.Tensor) -> list[torch.Tensor]:
-        used = []
+    def _make(unit: Unit, shard: torch.Tensor) -> list[tuple[ParamSlot, _Before]]:
+        made = []
         for p, slot, extensible in zip(unit.spec.params, unit.slots, unit.extensible, strict=True):
             parameter, itemsize = slot.sharded(), p.gather_dtype.itemsize
             # What FSDP2 does not cast it does not copy either; what stands behind a narrower dtype may have no address of its own dtype.
             if extensible and parameter.dtype != p.gather_dtype and p.shard_offset % itemsize == 0:
                 slice_ = shard[p.shard_offset : p.shard_offset + p.padded_numel * itemsize].view(p.gather_dtype)
                 inputs = ((slice_.view(_padded(parameter, unit.spec.shards)),), None)
-                used.append(_put(parameter, lambda mp_policy, inputs=inputs: inputs))  # type: ignore[misc]
-        return used
+                made.append((slot, _Before(lambda mp_policy, inputs=inputs: inputs)))  # type: ignore[misc]
+        return made
