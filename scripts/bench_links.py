@@ -25,7 +25,7 @@ SIZE = 8192
 PRODUCTS = 8
 WARM_UP_S, RUN_S, ROUNDS = 3.0, 1.3, 2
 LARGE, TINY = 60 << 20, 64 * KIB
-CASES = (
+CASES: tuple[tuple[str, int, int], ...] = (
     ("none", 0, 1),
     ("here", LARGE, 1),
     ("peer", LARGE, 1),
