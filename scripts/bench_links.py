@@ -51,7 +51,8 @@ def measure(copies: tuple[torch.Tensor, torch.Tensor] | None, every: int, second
     """Run rows of products for ``seconds``, with a copy of the second tensor into the first beside one of ``every`` rows."""
     factor = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
     product, side = torch.empty_like(factor), torch.cuda.Stream()
-    times, states = [], []
+    times: list[float] = []
+    states: list[tuple[float, float]] = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
