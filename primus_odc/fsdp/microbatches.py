@@ -152,8 +152,9 @@ class MicrobatchTracker:
 
     def _unit_forward(self, group: int) -> Callable[[nn.Module, Any], None]:
         def forward(module: nn.Module, args: Any) -> None:
-            # A forward inside backward is a recomputation of one already counted.
-            if self._active and torch.is_grad_enabled() and not self._in_backward:
+            # A forward inside backward is a recomputation of one already counted. One without gradients inside the root's with them may be
+            # the first of a reentrant recomputation; if it is not, the group is complete at settle.
+            if self._active and (torch.is_grad_enabled() or self._in_forward) and not self._in_backward:
                 self._pending[group] += 1
 
         return forward

@@ -124,16 +124,25 @@ def units_called_twice_and_recomputed() -> None:
 
 
 class _Reentrant(Tiny):
+    plain = 0
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
+        for block in self.blocks[: self.plain]:
+            x = block(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=True)
         y: torch.Tensor = self.head(x)
         return y
 
 
+class _SecondTimeReentrant(_Reentrant):
+    plain = 3
+
+
 def reentrant_recomputation() -> None:
     _matches(lambda: _seeded(_Reentrant))
+    _matches(lambda: _seeded(_SecondTimeReentrant), limit=5e-6)
 
 
 class _Quantised(Tiny):
@@ -217,6 +226,20 @@ def next_forward_before_the_last_backward() -> None:
             if len(losses) == 2:
                 losses.pop(0).backward()
         for loss in losses:
+            loss.backward()
+        engine.settle()
+        assert worst_relative_error(model, reference_gradients(tiny_model(), 0, COUNTS)) <= 1e-6
+        engine.detach()
+
+
+def all_forwards_before_all_backwards() -> None:
+    """Recomputed by reentrant checkpoints, whose first forward is one without gradients."""
+    for mode in MODES:
+        model = shard(_seeded(_Reentrant))
+        engine = primus_odc.attach(model, **mode)
+        own = _own(0)
+        engine.begin_minibatch(len(own))
+        for loss in [loss_of(model, x, y, rows(0, COUNTS)) for x, y in own]:
             loss.backward()
         engine.settle()
         assert worst_relative_error(model, reference_gradients(tiny_model(), 0, COUNTS)) <= 1e-6
@@ -352,6 +375,7 @@ CHECKS = {
         compiled_blocks,
         explicit_prefetch,
         next_forward_before_the_last_backward,
+        all_forwards_before_all_backwards,
         a_forward_without_backward,
         evaluation_in_inference_mode,
         attached_in_inference_mode,
