@@ -44,14 +44,15 @@ class Zeros:
         for group in groups:
             sizes[group.grad_dtype] = max(group.grad_numel, sizes.get(group.grad_dtype, 0))
         self._buffers = {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in sizes.items()}
+        self._addresses = {buffer.untyped_storage().data_ptr() for buffer in self._buffers.values()}
 
     def of(self, group: GroupSpec) -> torch.Tensor:
         """``[grad_numel]`` (``partial``: ``[1]``, of storage for as many) in the dtype of the group's ``.grad``."""
         return self._buffers[group.grad_dtype][: 1 if self._partial else group.grad_numel]
 
     def hold(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in these zeros."""
-        return tensor.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in self._buffers.values()}
+        """Whether ``tensor`` lies in these zeros; asked for every parameter of every reduction."""
+        return tensor.untyped_storage().data_ptr() in self._addresses
 
 
 class ScatterAccumulate:
@@ -87,8 +88,8 @@ class ScatterAccumulate:
             names = [self._spec.params[i].name for i in sorted(self._arrived)]
             raise ProtocolError(
                 f"group {self._spec.name}: FSDP2 holds gradients of {names} that it has not reduced: a backward pass did not finish, "
-                "set_requires_gradient_sync(False) was in force in this rank's last microbatch, or the unit is recomputed twice in a "
-                "microbatch with use_reentrant=True, where FSDP2 by itself loses gradients too (take use_reentrant=False)"
+                "set_requires_gradient_sync(False) was in force in this rank's last microbatch, or the unit is called twice in a "
+                "microbatch and recomputed with use_reentrant=True, where FSDP2 by itself loses gradients too (take use_reentrant=False)"
             )
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
