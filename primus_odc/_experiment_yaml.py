@@ -51,13 +51,16 @@ def read_yaml(path: Path, _extended_by: tuple[Path, ...] = ()) -> dict[str, Any]
     """
     block = load_block(path, _extended_by)
     missing: list[str] = []
-    block = _expand(block, missing)
+    try:
+        block = _expand(block, missing)
+    except RecursionError:
+        raise ConfigError([f"{path} holds an alias (*name) of a block or list inside that block or list itself"]) from None
     if missing:
         names = ", ".join(dict.fromkeys(missing))
         raise ConfigError([f"{path} needs environment variables that are not set: {names}; set them, or write ${{NAME:default}}"])
     extends = block.pop("extends", None) or []
     merged: dict[str, Any] = {}
-    for name in [extends] if isinstance(extends, str) else extends:
+    for name in extends if isinstance(extends, list) else [extends]:
         if not isinstance(name, str):
             raise ConfigError([f"{path}: extends must name a file or a list of files, but holds {name!r}"])
         base = path.parent / name

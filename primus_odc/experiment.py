@@ -103,6 +103,11 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_p
     ]
     if isinstance(content.get("workspace"), str) and (not content["workspace"] or "\0" in content["workspace"]):
         problems.append(f"workspace is {describe(content['workspace'])}; it must be the path of a folder")
+    workspace = Path(str(content.get("workspace")))
+    try:
+        workspace = workspace.expanduser()
+    except RuntimeError as error:
+        problems.append(f"{source}: workspace is {describe(content['workspace'])}, and there is no such home folder: {error}")
     problems += _check_modules(source, modules)
     if problems:
         raise ConfigError(problems)
@@ -112,7 +117,6 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_p
         params = _resolve_presets(source, module_name, primus_path or os.environ.get("PRIMUS_PATH"))
     else:
         params = merge(module.get("params") or {}, {key: value for key, value in module.items() if key not in _RESERVED})
-    workspace = Path(str(content["workspace"]))
     return Experiment(
         name=str(content["exp_name"]),
         workspace=workspace,
@@ -171,6 +175,8 @@ def _check_modules(source: Path, modules: Any) -> list[str]:
         return [*problems, f"{source}: modules.{name} must be a block of keys, but is {module!r}"]
     if not module.get("framework"):
         problems.append(f"{source}: modules.{name}.framework is missing")
+    if not isinstance(module.get("params") or {}, dict):
+        problems.append(f"{source}: modules.{name}.params must be a block of keys, but is {module['params']!r}")
     if "overrides" in module and "config" not in module and "model" not in module:
         problems.append(
             f"{source}: modules.{name}.overrides applies to presets (config, model), of which there are none; "

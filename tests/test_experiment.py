@@ -148,6 +148,12 @@ def test_extends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert params == {"a": 1, "z": 0, "b": 2, "c": 3, "d": [3], "odc": {"timeout_s": 1, "verify": "checksum"}}
 
 
+def test_a_workspace_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = write(tmp_path, "exp.yaml", HEAD.replace("workspace: ", "workspace: ~/") + TRAINER)
+    assert load_experiment(file).root == tmp_path / "out" / "group" / "user" / "exp"
+
+
 def test_extends_in_a_circle(tmp_path: Path) -> None:
     write(tmp_path, "a.yaml", "extends: b.yaml\n")
     assert "which extends it in turn" in refusal(write(tmp_path, "b.yaml", "extends: ./a.yaml\n"))
@@ -171,6 +177,11 @@ def test_extends_a_missing_file(tmp_path: Path) -> None:
         (HEAD + "modules: {post_trainer: 3}", "must be a block of keys, but is 3"),
         (HEAD + TRAINER + "    lr: 1\n    seed: 1\n    lr: 2\n", "lr is given twice, in lines 8 and 10"),
         (HEAD + "env: [1]\n" + TRAINER, "env must be a block"),
+        (HEAD + TRAINER + "    params: [1]\n", "modules.post_trainer.params must be a block of keys, but is [1]"),
+        (HEAD + TRAINER + "    odc: &odc {inner: *odc}\n", "holds an alias (*name) of a block or list inside"),
+        ("extends: 3\n" + HEAD + TRAINER, "extends must name a file or a list of files, but holds 3"),
+        ("extends: {a.yaml: 1}\n" + HEAD + TRAINER, "extends must name a file or a list of files"),
+        (HEAD.replace("workspace: ", "workspace: ~nobody-here/") + TRAINER, "there is no such home folder"),
         ("", "is empty"),
         ("a: [1", "is not YAML"),
         ("a: " + "[" * 3000 + "]" * 3000 + "\n", "is nested too deeply to be read"),

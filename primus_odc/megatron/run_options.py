@@ -98,7 +98,14 @@ def check_all_but_model(experiment: Experiment, params: Mapping[str, Any]) -> tu
     problems.of(lambda: check_data(params))
     if experiment.self_contained:
         problems.of(lambda: check_keys(params))
+    problems.of(lambda: _require_megatron(experiment))
     return problems, comm, train
+
+
+def _require_megatron(experiment: Experiment) -> None:
+    if experiment.framework != "megatron":
+        module = f"modules.{experiment.module_name}.framework"
+        raise ConfigError([f"{module} is {describe(experiment.framework)}; the standalone trainer trains Megatron's GPT: set megatron"])
 
 
 def missing_gpus(needed: int, found: int) -> tuple[str, str]:

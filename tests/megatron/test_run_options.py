@@ -61,6 +61,12 @@ def test_presets_bring_keys_of_their_own(folder: Path) -> None:
         RunOptions.of(good.experiment, params)
 
 
+def test_another_framework_is_not_trained_as_megatron(folder: Path) -> None:
+    good = options(folder, "odc_nopad", "run")
+    with pytest.raises(ConfigError, match=r"framework is the text 'maxtext'; .* set megatron"):
+        RunOptions.of(replace(good.experiment, framework="maxtext"), good.params)
+
+
 def test_missing_packages_are_told_with_the_rest(folder: Path) -> None:
     said = problems(folder, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "absent"), train_iters=0)
     assert len(said) == 2 and any("absent" in problem for problem in said)
