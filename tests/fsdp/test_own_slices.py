@@ -1,8 +1,9 @@
-"""From its second gather in a minibatch on FSDP2 takes this rank's slice of a unit from what was published."""
+"""FSDP2 takes this rank's slice of a unit from what was published, and edits are found all the same."""
 
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import primus_odc
+from primus_odc.errors import OdcError
 from tests.fsdp.models import Tiny, check_gradients, loss_of, microbatch, reference_gradients, rows, shard, tiny_model, worst_relative_error
 from tests.workers import run_workers
 
@@ -134,3 +136,49 @@ def test_a_model_that_ran_before_it_was_attached_is_gathered_as_before() -> None
     for worst, found in run_workers(ran_before, 2):
         assert worst <= 1e-6
         assert found == set()
+
+
+def _replace(model: Tiny, factor: float = 2.0) -> None:
+    model.load_state_dict({k: v * factor for k, v in model.state_dict().items()}, assign=True)
+
+
+def _edit(model: Tiny) -> None:
+    with torch.no_grad():
+        model.blocks[2].up.weight.mul_(2.0)
+
+
+EDITS = {"in place": _edit, "through .data": lambda model: model.blocks[2].up.weight.data.mul_(2.0), "replaced": _replace}
+MOVED = {"moved": lambda model: _replace(model, 1.0)}
+
+
+def edited_before_a_forward(rank: int, world_size: int, how: str, microbatches: int) -> str:
+    """What is said of an edit without publish(), in a minibatch in which FSDP2 looks at no parameter."""
+    model = shard(tiny_model(), mp_policy=POLICY)
+    engine = primus_odc.attach(model, parameters="reshard")
+    engine.begin_minibatch(1)
+    _backward(model, 0, 0)
+    engine.settle()
+    model.zero_grad()
+    engine.publish()
+    (EDITS | MOVED)[how](model)
+    dist.barrier()
+    try:
+        engine.begin_minibatch(microbatches)
+        assert bool(engine._slices.used) == (how not in ("replaced", "moved")), how  # a device would compare what was published from
+        for index in range(microbatches):
+            _backward(model, 0, index)
+        engine.settle()
+    except OdcError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("microbatches", [0, 1])
+@pytest.mark.parametrize("how", EDITS)
+def test_an_edit_without_publish_is_found(how: str, microbatches: int) -> None:
+    for said in run_workers(edited_before_a_forward, 2, how, microbatches):
+        assert re.search(r"parameters of group .* changed after they were published in epoch 2", said), said
+
+
+def test_parameters_that_only_lie_elsewhere_are_no_edit() -> None:
+    assert run_workers(edited_before_a_forward, 2, "moved", 1) == ["nothing"] * 2
