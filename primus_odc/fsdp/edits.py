@@ -3,7 +3,8 @@
 The first gather of a unit in an evaluation or a minibatch compares what FSDP2 would use of this rank with what it published; units that a
 minibatch did not gather are compared when it settles. In host memory the answer is there at once. On a device asking for it would make the
 host wait for its own device at every unit: the answers are collected there, fetched when the minibatch settles, and told when the next
-epoch is published, before anything is computed with it. Where FSDP2 takes its slice from what was published anyway
+epoch is published, before anything is computed with it. Where no minibatch is between two publications, only evaluations, they are fetched
+by the second. Where FSDP2 takes its slice from what was published anyway
 (:mod:`primus_odc.fsdp.own`), one launch compares all such units, beside the forward pass.
 """
 
@@ -38,6 +39,7 @@ class EditCheck:
             self._flags = torch.zeros(len(names), dtype=torch.bool, device=plane.heap.device)
             self._fetched = torch.zeros(len(names), dtype=torch.bool, pin_memory=True)
             self._arrived = self._lanes.event()
+            self._open = False  # whether something was compared since the last fetch
 
     def renew(self) -> None:
         """A minibatch begins: what was found before says nothing about edits since."""
@@ -64,7 +66,7 @@ class EditCheck:
         if own.numel() % 8 == 0 and own.data_ptr() % 8 == 0:
             own, published = own.view(torch.int64), published.view(torch.int64)
         self._flags[group : group + 1].logical_or_((own != published).any())
-        self._epoch = epoch
+        self._epoch, self._open = epoch, True
 
     def compare_parameters(self, group: int, others: Collection[int], epoch: int) -> None:
         """The same of a group whose parameters FSDP2 does not look at; on a device of all ``others`` too, among which it is.
@@ -88,21 +90,24 @@ class EditCheck:
             self._differences, self._compared = Differences(pairs), places
         with self._lanes.on(self._lanes.settle, after_current=False):  # where nothing else is until the end of backward
             self._differences(self._flags.view(torch.uint8))
-        self._epoch = epoch
+        self._epoch, self._open = epoch, True
 
     def fetch(self) -> None:
         """Copy the answers to the host, in the order of the current stream, which comes after the gathers."""
         if self._on_device:
             self._fetched.copy_(self._flags, non_blocking=True)
             self._lanes.record(self._arrived)
+            self._open = False
 
     def require_none(self) -> None:
-        """Tell what the last :meth:`fetch` brought.
+        """Tell what was found up to now.
 
         Raises:
             ProtocolError: naming the groups and the epoch in which they were used.
         """
         if self._on_device:
+            if self._open:
+                self.fetch()
             self._arrived.synchronize()
             if edited := [g for g, found in enumerate(self._fetched.tolist()) if found]:
                 self._refuse(edited, self._epoch)

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
+
+from primus_odc.errors import ProtocolError
 
 if TYPE_CHECKING:
     from primus_odc.fsdp.probe import ParamSlot, Unit
@@ -41,6 +43,9 @@ class _Before:
 
     def __call__(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: MixedPrecisionPolicy) -> Inputs:
         return self._inputs(mp_policy)
+
+    def __reduce__(self) -> NoReturn:
+        raise ProtocolError("a parameter itself is saved or copied inside a minibatch: take model.state_dict(), or do it after settle()")
 
 
 def _after(outputs: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Any:

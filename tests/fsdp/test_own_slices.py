@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import primus_odc
-from primus_odc.errors import OdcError
+from primus_odc.errors import OdcError, ProtocolError
 from tests.fsdp.models import Tiny, check_gradients, loss_of, microbatch, reference_gradients, rows, shard, tiny_model, worst_relative_error
 from tests.workers import run_workers
 
@@ -94,7 +94,9 @@ def what_is_left(rank: int, world_size: int) -> dict[str, Any]:
         for index in range(2):
             _backward(model, step, index)
         found["in it"] = attributes()
-        if step == 0:
+        if step == 1:
+            with pytest.raises(ProtocolError, match=r"inside a minibatch: take model.state_dict\(\), or do it after settle"):
+                torch.save(model.head.weight, io.BytesIO())
             stream = io.BytesIO()
             torch.save(model.state_dict(), stream)
             stream.seek(0)

@@ -298,6 +298,28 @@ def test_parameters_edited_after_publish_are_reported_before_the_next_minibatch(
         assert re.search(r"parameters of group blocks.2 changed after they were published in epoch \d", said), said
 
 
+def edit_between_evaluations(rank: int, world_size: int) -> str:
+    """Of a model that is never trained."""
+    model = shard_wide(wide())
+    engine = primus_odc.attach(model)
+    with torch.no_grad():
+        model(inputs(0, rank, 0))
+        next(model.blocks[2].parameters()).mul_(2.0)
+        model(inputs(0, rank, 0))
+    try:
+        engine.publish()
+    except (ProtocolError, PeerError) as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.timeout(120)
+def test_an_edit_between_evaluations_is_reported_at_the_next_publication() -> None:
+    require_gpus(2)
+    for said in run_workers(edit_between_evaluations, 2, timeout_s=110, gpu=True):
+        assert "parameters of group blocks.2 changed after they were published in epoch 1" in said
+
+
 def killed(rank: int, world_size: int, accumulate: str) -> str:
     model = shard_wide(wide())
     engine = primus_odc.attach(model, accumulate=accumulate, timeout_s=20)
