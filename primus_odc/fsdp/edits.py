@@ -1,44 +1,35 @@
 """Finds parameters that were edited after they were published: their peers would compute with other values than their owner.
 
-The first gather of a unit in an evaluation or a minibatch compares what FSDP2 would use of this rank with what it published; units that a
-minibatch did not gather are compared when it settles. In host memory the answer is there at once. On a device asking for it would make the
-host wait for its own device at every unit: the answers are collected there, fetched when the minibatch settles, and told when the next
-epoch is published, before anything is computed with it. Where no minibatch is between two publications, only evaluations, they are fetched
-by the second. Where FSDP2 takes its slice from what was published anyway
-(:mod:`primus_odc.fsdp.own`), one launch compares all such units, beside the forward pass.
+The first gather of a unit in an evaluation or a minibatch compares FSDP2's own slice with what this rank published; units that a minibatch
+did not gather are compared when it settles. In host memory the answer is there at once. On a device asking for it would make the host wait
+for its own device at every unit: the answers are collected there, fetched when the minibatch settles, and told when the next epoch is
+published, before anything is computed with it. Where no minibatch is between two publications, only evaluations, the second fetches them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from primus_odc.errors import ProtocolError
-from primus_odc.primitives.plane import ArenaPlane
-
-if TYPE_CHECKING:
-    from primus_odc.primitives.differences import Differences
+from primus_odc.primitives.lanes import Lanes
 
 
 class EditCheck:
     """One rank's check. ``me`` is how it is called in messages, ``names`` its groups' names."""
 
-    def __init__(self, me: str, names: Sequence[str], plane: ArenaPlane) -> None:
+    def __init__(self, me: str, names: Sequence[str], lanes: Lanes, device: torch.device) -> None:
         self._me = me
         self._names = names
-        self._plane = plane
-        self._lanes = plane.lanes
+        self._lanes = lanes
         self._checked = [0] * len(names)
         self._epoch = 0
-        self._compared: tuple[int, ...] = ()
-        self._differences: Differences | None = None
-        self._on_device = plane.heap.device.type != "cpu"
+        self._on_device = device.type != "cpu"
         if self._on_device:
-            self._flags = torch.zeros(len(names), dtype=torch.bool, device=plane.heap.device)
+            self._flags = torch.zeros(len(names), dtype=torch.bool, device=device)
             self._fetched = torch.zeros(len(names), dtype=torch.bool, pin_memory=True)
-            self._arrived = self._lanes.event()
+            self._arrived = lanes.event()
             self._open = False  # whether something was compared since the last fetch
 
     def renew(self) -> None:
@@ -49,8 +40,8 @@ class EditCheck:
         """Groups that were not compared since then."""
         return [group for group, checked in enumerate(self._checked) if checked != epoch]
 
-    def compare(self, group: int, own: torch.Tensor, epoch: int) -> None:
-        """Compare the bytes that are used now, or would be, with the published ones, once per group until :meth:`renew`.
+    def compare(self, group: int, own: torch.Tensor, published: torch.Tensor, epoch: int) -> None:
+        """Compare the bytes that are used now with the published ones, once per group until :meth:`renew`.
 
         Raises:
             ProtocolError: they differ (host memory).
@@ -58,38 +49,13 @@ class EditCheck:
         if self._checked[group] == epoch:
             return
         self._checked[group] = epoch
-        published = self._plane.own_shard(group)
         if not self._on_device:
             if not torch.equal(own, published):
-                self._refuse([group], epoch)
+                self._refuse([self._names[group]], epoch)
             return
         if own.numel() % 8 == 0 and own.data_ptr() % 8 == 0:
             own, published = own.view(torch.int64), published.view(torch.int64)
         self._flags[group : group + 1].logical_or_((own != published).any())
-        self._epoch, self._open = epoch, True
-
-    def compare_parameters(self, group: int, others: Collection[int], epoch: int) -> None:
-        """The same of a group whose parameters FSDP2 does not look at; on a device of all ``others`` too, among which it is.
-
-        Raises:
-            ProtocolError: as :meth:`compare`.
-        """
-        if self._checked[group] == epoch:
-            return
-        if not self._on_device:
-            self.compare(group, self._plane.current_shard(group), epoch)
-            return
-        for other in others:
-            self._checked[other] = epoch
-        publisher = self._plane.publisher
-        pairs = [(g, *both) for g in others for both in zip(publisher.shards[g], publisher.places[g], strict=True)]
-        places = tuple(shard.data_ptr() for _, shard, _ in pairs)
-        if self._differences is None or places != self._compared:
-            from primus_odc.primitives.differences import Differences
-
-            self._differences, self._compared = Differences(pairs), places
-        with self._lanes.on(self._lanes.settle, after_current=False):  # where nothing else is until the end of backward
-            self._differences(self._flags.view(torch.uint8))
         self._epoch, self._open = epoch, True
 
     def fetch(self) -> None:
@@ -109,12 +75,11 @@ class EditCheck:
             if self._open:
                 self.fetch()
             self._arrived.synchronize()
-            if edited := [g for g, found in enumerate(self._fetched.tolist()) if found]:
-                self._refuse(edited, self._epoch)
+            if bool(self._fetched.any()):
+                self._refuse([name for name, edited in zip(self._names, self._fetched.tolist(), strict=True) if edited], self._epoch)
 
-    def _refuse(self, groups: Sequence[int], epoch: int) -> None:
-        names = ", ".join(self._names[g] for g in groups)
+    def _refuse(self, groups: Sequence[str], epoch: int) -> None:
         raise ProtocolError(
-            f"{self._me}: parameters of group {names} changed after they were published in epoch {epoch}; call "
+            f"{self._me}: parameters of group {', '.join(groups)} changed after they were published in epoch {epoch}; call "
             "engine.publish() on every rank after any edit outside settle() ... optimizer.step()"
         )

@@ -116,8 +116,8 @@ class Engine:
         self._gradients = GradientStore(self._units, zeros.hold)
         self._reference = ReferenceCheck(self._mesh, specs, self._device) if config.verify == "reference" else None
         self._progress = ProgressThread(self._heap, self._protocol, self._plane.lanes) if self.choices.accumulate == "owner" else None
-        self._edits = EditCheck(self._mesh.names[self._mesh.rank], [s.name for s in specs], self._plane)
-        self._slices = OwnSlices(self._units, self._plane.publisher, wanted=self.choices.parameters == "reshard")
+        self._edits = EditCheck(self._mesh.names[self._mesh.rank], [s.name for s in specs], self._plane.lanes, self._device)
+        self._slices = OwnSlices(self._units, self._plane.own_shard)
         # What verifies looks at sums on the host, or in collectives: not in the middle of backward.
         self._delivers_early = self._progress is not None and config.verify == "off"
         self._reducers = [ScatterAccumulate(self, g, unit, zeros) for g, unit in enumerate(self._units)]
@@ -155,7 +155,6 @@ class Engine:
             self._gradients.adopt()
             self._early = self._delivers_early and self._gradients.untouched()
             self._edits.renew()
-            self._slices.begin()
             for reducer in self._reducers:
                 reducer.reset()
             self._tracker.begin(num_microbatches)
@@ -185,7 +184,7 @@ class Engine:
             self._gradients.require_unassigned(*range(len(self._units)))
             for g in self._edits.unchecked(self._protocol.epoch):
                 if self._units[g].spec.shards > 1:
-                    self._edits.compare(g, self._plane.current_shard(g), self._protocol.epoch)
+                    self._edits.compare(g, self._plane.current_shard(g), self._plane.own_shard(g), self._protocol.epoch)
             for g in range(len(self._units)):
                 self._declare(g)
             lanes = self._plane.lanes
@@ -324,11 +323,10 @@ class Engine:
         name = self._units[group].spec.name
         with self._guard(f"gather of group {name}"), self._plane.lanes.gathering():
             run(self._heap, self._protocol.gather(group, into, own=own is None))
-            if group in self._slices.used:
-                self._edits.compare_parameters(group, self._slices.used, self._protocol.epoch)
-            elif own is not None:  # beside the copies
-                self._edits.compare(group, own, self._protocol.epoch)
-            self._slices.gathered(group, whole=own is not None)
+            if own is not None:  # beside the copies
+                self._edits.compare(group, own, self._plane.own_shard(group), self._protocol.epoch)
+            if self._protocol.state is State.ACTIVE and self.choices.parameters == "reshard":
+                self._slices.gathered(group, whole=own is not None)
 
     def reduce(self, group: int, contribution: Contribution) -> None:
         """Called by FSDP2 through :class:`ScatterAccumulate`: take the gradients of one backward of ``group``."""

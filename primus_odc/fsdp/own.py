@@ -5,9 +5,10 @@ arena already. Its all-gather extension (``fsdp_pre_all_gather``, ``fsdp_post_al
 looks for both on the tensor, whatever its class, so they are put there as attributes, and taken away when the minibatch settles: between
 minibatches parameters are the user's, to be saved, copied and compared as ever.
 
-* FSDP2 then looks at no parameter any more, so it is compared here with what was published (:mod:`primus_odc.fsdp.edits`).
+* The first gather of a minibatch goes FSDP2's way, since what it casts is compared with what was published
+  (:mod:`primus_odc.fsdp.edits`).
 * FSDP2 refuses the extension in units that it reshards to a smaller group (``reshard_after_forward=int``). Such units are known by the
-  smaller gather that comes before their first reduction; until the minibatch after that nothing is put on any.
+  smaller gather that comes before their first reduction; until that reduction nothing is put on any.
 * FSDP2 makes room for what an extension says when a module first runs. So there has to be one then: placeholders, while the engine learns
   the units (:mod:`primus_odc.fsdp.probe`). A model that ran before ``attach()`` has no room, and is gathered as without this file.
 """
@@ -26,7 +27,6 @@ from primus_odc.errors import ProtocolError
 
 if TYPE_CHECKING:
     from primus_odc.fsdp.probe import ParamSlot, Unit
-    from primus_odc.primitives.publisher import Publisher
 
 _ARGUMENTS = ("mesh", "outer_size", "outer_stride", "module", "mp_policy")
 Inputs = tuple[tuple[torch.Tensor], None]
@@ -53,15 +53,12 @@ def _after(outputs: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tenso
     return (outputs[0], ()) if out is None else None
 
 
-def _local(parameter: DTensor) -> torch.Tensor:
-    """The very tensor, of which ``to_local()`` may return a view."""
-    (name, *_), _ = parameter.__tensor_flatten__()
-    local: torch.Tensor = getattr(parameter, name)
-    return local
-
-
-def _put(local: Any, before: _Before) -> None:
+def _put(parameter: DTensor, before: _Before) -> torch.Tensor:
+    """Put the extension on a parameter's local tensor, and return that."""
+    (name, *_), _ = parameter.__tensor_flatten__()  # to_local() may return a view
+    local: Any = getattr(parameter, name)
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, _after
+    return local
 
 
 def _take_away(local: Any) -> None:
@@ -89,9 +86,7 @@ class Placeholders:
         self.worked: set[str] = set()
         self._asked: set[str] = set()
         first = {id(p): name for name, p in reversed([*parameters.items()])}  # a shared one has several names
-        self._locals = [_local(parameters[name]) for name in first.values()]
-        for name, local in zip(first.values(), self._locals, strict=True):
-            _put(local, _Before(self._zeros_for(name, parameters[name], shards)))
+        self._locals = [_put(parameters[name], _Before(self._zeros_for(name, parameters[name], shards))) for name in first.values()]
 
     def _zeros_for(self, name: str, parameter: DTensor, shards: int) -> Callable[[MixedPrecisionPolicy], Inputs]:
         def zeros(mp_policy: MixedPrecisionPolicy) -> Inputs:
@@ -123,64 +118,46 @@ class Placeholders:
 
 
 class OwnSlices:
-    """Of one rank; not ``wanted`` where a unit is gathered once in a minibatch.
+    """Of one rank. ``published(g)``: uint8 ``[shard_nbytes]``, what it published of unit g."""
 
-    Attributes:
-        used: units that bring their own slice now, and the local tensors that do.
-    """
-
-    def __init__(self, units: Sequence[Unit], publisher: Publisher, *, wanted: bool) -> None:
+    def __init__(self, units: Sequence[Unit], published: Callable[[int], torch.Tensor]) -> None:
         self._units = units
-        self._publisher = publisher
-        self._wanted = wanted
+        self._published = published
         self._regrouped: set[int] = set()
         self._reduced: set[int] = set()
         self._made: dict[int, list[tuple[ParamSlot, _Before]]] = {}
-        self.used: dict[int, list[torch.Tensor]] = {}
-
-    def begin(self) -> None:
-        """A minibatch begins, all units are sharded: what is known to be possible is put on them. Not where a parameter lies elsewhere than
-        when it was published: FSDP2 looks at it then."""
-        for group in self._reduced:
-            if group not in self._made:
-                self._made[group] = self._make(group)
-            made, shards = self._made[group], self._publisher.shards[group]
-            locals_ = [_local(slot.sharded()) for slot, _ in made]
-            if made and all(x.data_ptr() == y.data_ptr() for x, y in zip(locals_, shards, strict=True)):
-                for local, (_, before) in zip(locals_, made, strict=True):
-                    _put(local, before)
-                self.used[group] = locals_
+        self._used: dict[int, list[torch.Tensor]] = {}
 
     def gathered(self, group: int, *, whole: bool) -> None:
-        """A gather of ``group`` in a minibatch reaches the engine; ``whole``: among all ranks of the shard group."""
+        """A gather of ``group`` in a minibatch reaches the engine; from the next one on FSDP2 takes the published slice. ``whole``: among
+        all ranks of the shard group."""
         if not whole:
             self._regrouped.add(group)
+        elif group in self._reduced and group not in self._used:
+            if group not in self._made:  # the host has little time in a forward pass: once
+                self._made[group] = self._make(self._units[group], self._published(group))
+            self._used[group] = [_put(slot.sharded(), before) for slot, before in self._made[group]]
 
     def reduced(self, group: int) -> None:
         """``group`` was reduced: whatever gathers its backward needs have been seen."""
-        if self._wanted and group not in self._regrouped and self._units[group].spec.shards > 1:
+        if group not in self._regrouped:
             self._reduced.add(group)
 
     def forget(self) -> None:
         """Parameters are as FSDP2 made them again."""
-        for tensors in self.used.values():
+        for tensors in self._used.values():
             for local in tensors:
                 _take_away(local)
-        self.used.clear()
+        self._used.clear()
 
-    def _make(self, group: int) -> list[tuple[ParamSlot, _Before]]:
-        """All parameters of a unit, or none: where FSDP2 casts nothing it copies nothing either; what stands behind a narrower dtype may
-        have no address of its own dtype; and integers are nobody's to compare."""
-        unit, places = self._units[group], self._publisher.places[group]
-        parameters = [slot.sharded() for slot in unit.slots]
-        dtypes = [p.dtype for p in parameters]
-        gathered = [place.dtype for place in places]
-        if dtypes == gathered or not all(unit.extensible) or not all(d.is_floating_point for d in dtypes) or torch.uint8 in gathered:
-            return []
+    @staticmethod
+    def _make(unit: Unit, shard: torch.Tensor) -> list[tuple[ParamSlot, _Before]]:
         made = []
-        for slot, parameter, place in zip(unit.slots, parameters, places, strict=True):
-            shape = _padded(parameter, unit.spec.shards)
-            # Padding stands behind each parameter in what is published.
-            inputs = (place.as_strided(shape, torch.empty(shape, device="meta").stride()),), None
-            made.append((slot, _Before(lambda mp_policy, inputs=inputs: inputs)))  # type: ignore[misc]
+        for p, slot, extensible in zip(unit.spec.params, unit.slots, unit.extensible, strict=True):
+            parameter, itemsize = slot.sharded(), p.gather_dtype.itemsize
+            # What FSDP2 does not cast it does not copy either; what stands behind a narrower dtype may have no address of its own dtype.
+            if extensible and parameter.dtype != p.gather_dtype and p.shard_offset % itemsize == 0:
+                slice_ = shard[p.shard_offset : p.shard_offset + p.padded_numel * itemsize].view(p.gather_dtype)
+                inputs = ((slice_.view(_padded(parameter, unit.spec.shards)),), None)
+                made.append((slot, _Before(lambda mp_policy, inputs=inputs: inputs)))  # type: ignore[misc]
         return made

@@ -19,18 +19,12 @@ ReadShard = Callable[[int, int], torch.Tensor]
 
 class Publisher:
     """Copies of one rank. ``regions[g]``: uint8 ``[shard_nbytes]``, where the shard of group g is published; nothing is of a group whose
-    shard group has one rank, from which nobody gathers.
-
-    Attributes:
-        shards: of each group the shards found last, flat, in the parameters' own dtypes.
-        places: of each group where they are published, a tensor for each parameter.
-    """
+    shard group has one rank, from which nobody gathers."""
 
     def __init__(self, groups: Sequence[GroupSpec], regions: Sequence[torch.Tensor], read_shard_of: ReadShard) -> None:
         self._groups = groups
         self._read_shard_of = read_shard_of
-        self.places = [_places(g, region) if g.shards > 1 else [] for g, region in zip(groups, regions, strict=True)]
-        self.shards: dict[int, list[torch.Tensor]] = {}
+        self._places = [_places(g, region) if g.shards > 1 else [] for g, region in zip(groups, regions, strict=True)]
         self._found: dict[int, list[torch.Tensor]] = {}
         self._dtypes: dict[int, list[torch.dtype]] = {}
         self._batches: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -42,9 +36,8 @@ class Publisher:
         Raises:
             ProtocolError: parameters have another dtype than the first time.
         """
-        self.shards = {g: self._shards(g) for g, places in enumerate(self.places) if places}
-        self._found = dict(self.shards)
-        dtypes = {g: [shard.dtype for shard in shards] for g, shards in self.shards.items()}
+        self._found = {g: self._shards(g) for g, places in enumerate(self._places) if places}
+        dtypes = {g: [shard.dtype for shard in shards] for g, shards in self._found.items()}
         self._dtypes = self._dtypes or dtypes
         if dtypes != self._dtypes:
             changed = [
@@ -61,8 +54,8 @@ class Publisher:
     @torch.no_grad()
     def add(self, group: int) -> None:
         """The next :meth:`copy` copies the shard of ``group`` too."""
-        if self.places[group]:
-            self._add(group, self.places[group], self._found.pop(group, []) or self._shards(group))
+        if self._places[group]:
+            self._add(group, self._places[group], self._found.pop(group, []) or self._shards(group))
 
     @torch.no_grad()
     def copy(self) -> None:

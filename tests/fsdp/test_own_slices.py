@@ -1,4 +1,4 @@
-"""FSDP2 takes this rank's slice of a unit from what was published, and edits are found all the same."""
+"""From its second gather in a minibatch on FSDP2 takes this rank's slice of a unit from what was published."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ MOVED = {"moved": lambda model: _replace(model, 1.0)}
 
 
 def edited_before_a_forward(rank: int, world_size: int, how: str, microbatches: int) -> str:
-    """What is said of an edit without publish(), in a minibatch in which FSDP2 looks at no parameter."""
+    """What is said of an edit without publish(), in a minibatch after the first."""
     model = shard(tiny_model(), mp_policy=POLICY)
     engine = primus_odc.attach(model, parameters="reshard")
     engine.begin_minibatch(1)
@@ -166,7 +166,6 @@ def edited_before_a_forward(rank: int, world_size: int, how: str, microbatches: 
     dist.barrier()
     try:
         engine.begin_minibatch(microbatches)
-        assert bool(engine._slices.used) == (how not in ("replaced", "moved")), how  # a device would compare what was published from
         for index in range(microbatches):
             _backward(model, 0, index)
         engine.settle()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import re
 import signal
 import time
 from typing import Any
@@ -270,19 +269,14 @@ def test_an_engine_that_was_dropped_is_unpinned_by_the_next() -> None:
         assert norms[0] > 0 and norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 
 
-def edits_after_publish(rank: int, world_size: int, minibatch: int) -> str:
-    """Edited before the first forward of that minibatch; in the first FSDP2 still looks at parameters itself."""
-    model = shard_wide(wide(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    engine = primus_odc.attach(model, parameters="reshard")
-    for step in range(minibatch):
-        if step == minibatch - 1:
-            engine.publish()
-            with torch.no_grad():
-                next(model.blocks[2].parameters()).to_local().view(-1)[-1:].add_(1.0)  # type: ignore[attr-defined]
-        engine.begin_minibatch(1)
-        loss(model, inputs(step, rank, 0)).backward()
-        engine.settle()
-        model.zero_grad()
+def edits_after_publish(rank: int, world_size: int) -> str:
+    model = shard_wide(wide())
+    engine = primus_odc.attach(model)
+    with torch.no_grad():
+        next(model.blocks[2].parameters()).mul_(2.0)
+    engine.begin_minibatch(1)
+    loss(model, inputs(0, rank, 0)).backward()
+    engine.settle()
     try:
         engine.begin_minibatch(1)
     except (ProtocolError, PeerError) as error:
@@ -291,11 +285,10 @@ def edits_after_publish(rank: int, world_size: int, minibatch: int) -> str:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("minibatch", [1, 3])
-def test_parameters_edited_after_publish_are_reported_before_the_next_minibatch(minibatch: int) -> None:
+def test_parameters_edited_after_publish_are_reported_before_the_next_minibatch() -> None:
     require_gpus(2)
-    for said in run_workers(edits_after_publish, 2, minibatch, timeout_s=110, gpu=True):
-        assert re.search(r"parameters of group blocks.2 changed after they were published in epoch \d", said), said
+    for said in run_workers(edits_after_publish, 2, timeout_s=110, gpu=True):
+        assert "parameters of group blocks.2 changed after they were published in epoch 1" in said
 
 
 def edit_between_evaluations(rank: int, world_size: int) -> str:
