@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -187,6 +188,17 @@ def _reduce(memory: ShmemMemory, draw: random.Random, arenas: list[np.ndarray], 
     if mine:
         views = [peers[pe][_FLOATS:SEQUENCE_BYTES].view(torch.float32)[first : first + size] for pe, first in picks]
         memory.reduce(peers[me][_FLOATS:SEQUENCE_BYTES].view(torch.float32)[out : out + size], views)
+
+
+def a_little_of_each(rank: int, world_size: int, folder: str, layout: str) -> list[str]:
+    """Small transfers, sums where memory is mapped, and a short sequence, one after the other in the same processes."""
+    folders = [f"{folder}/{name}" for name in ("transfers", "sums", "sequence")]
+    for name in folders:
+        os.makedirs(name, exist_ok=True)
+    wrong = transfers(rank, world_size, folders[0], layout, [1, 17, 4099], [(0, 0), (1, 0)])
+    if layout == "mapped":
+        wrong += sums(rank, world_size, folders[1], [1, 2, 3, 4, 5, 1023, 4096, 4099])
+    return wrong + sequence(rank, world_size, folders[2], layout, 11, 60)
 
 
 def failures(rank: int, world_size: int, folder: str) -> list[str]:

@@ -8,7 +8,6 @@ the library's calls, as they do between nodes. The network itself is not there: 
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ SHIFTS = [(0, 0), (1, 0), (0, 2), (4, 0), (7, 7), (8, 5)]
 """(where data arrive, where they come from), bytes from an aligned address: every width of copies."""
 LAYOUTS = ["mapped", "network"]
 WORLDS = [2, 4]
-LIGHT = os.environ.get("ODC_SHMEM_LIGHT") == "1"
-"""A few small sizes and short sequences, for runs under compute-sanitizer, which are many times slower."""
 
 
 def run(function: Any, world_size: int, folder: Path, *args: Any, timeout_s: float = 220) -> None:
@@ -41,10 +38,9 @@ def run(function: Any, world_size: int, folder: Path, *args: Any, timeout_s: flo
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_small_transfers(layout: str, world_size: int, tmp_path: Path) -> None:
-    run(shmem_ranks.transfers, world_size, tmp_path, layout, [1, 17, 4099] if LIGHT else SMALL, SHIFTS[:2] if LIGHT else SHIFTS)
+    run(shmem_ranks.transfers, world_size, tmp_path, layout, SMALL, SHIFTS)
 
 
-@pytest.mark.skipif(LIGHT, reason="small sizes only")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -52,7 +48,6 @@ def test_large_transfers(layout: str, world_size: int, tmp_path: Path) -> None:
     run(shmem_ranks.transfers, world_size, tmp_path, layout, LARGE, [(0, 0), (3, 1)])
 
 
-@pytest.mark.skipif(LIGHT, reason="small sizes only")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transfers_past_one_work_request_and_32_bits(layout: str, tmp_path: Path) -> None:
@@ -62,15 +57,21 @@ def test_transfers_past_one_work_request_and_32_bits(layout: str, tmp_path: Path
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_sums(world_size: int, tmp_path: Path) -> None:
-    sizes = [1, 2, 3, 4, 5, 1023, 4096, 4099]
-    run(shmem_ranks.sums, world_size, tmp_path, sizes if LIGHT else [*sizes, 65 * 4096 + 5, 4 * MIB + 1])
+    run(shmem_ranks.sums, world_size, tmp_path, [1, 2, 3, 4, 5, 1023, 4096, 4099, 65 * 4096 + 5, 4 * MIB + 1])
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_sequences(layout: str, world_size: int, tmp_path: Path) -> None:
-    run(shmem_ranks.sequence, world_size, tmp_path, layout, 11, 60 if LIGHT else 1000)
+    run(shmem_ranks.sequence, world_size, tmp_path, layout, 11, 1000)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_little_of_each(layout: str, tmp_path: Path) -> None:
+    """What runs under compute-sanitizer, where a kernel is many times slower and the library takes half a minute to start."""
+    run(shmem_ranks.a_little_of_each, 2, tmp_path, layout)
 
 
 @pytest.mark.timeout(300)
