@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from primus_odc._arguments import positive
 from primus_odc.bench.in_primus import add_primus_arguments, run_in_primus
 from primus_odc.bench.job import IDEAL, LENGTHS, ON_DEMAND, STOCK, Job
 from primus_odc.bench.markdown import render
@@ -22,6 +23,7 @@ from primus_odc.report.machine import describe_command
 
 KIB, MIB = 2**10, 2**20
 DEFAULT_SIZES = [256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
+SHAPE_HELP = f"default: qwen2-1.5b; tiny divides lengths and caps by {SHAPES['tiny'].length_divisor}"
 _SUFFIXES = {"K": KIB, "M": MIB, "G": 2**30}
 
 
@@ -37,12 +39,12 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ARM",
         help=f"of {', '.join([*STOCK, *ON_DEMAND, IDEAL])}, odc_nopad:resident, odc_nopad:owner",
     )
-    train.add_argument("--cap", type=_positive, default=32768, metavar="TOKENS", help="cap of points that name none (default: 32768)")
-    train.add_argument("--minibatches", type=_positive, default=8, metavar="N", help="of every point (default: 8)")
-    train.add_argument("--sequence", type=_positive, default=2, metavar="N", help="minibatches an arm runs back to back (default: 2)")
-    train.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b")
+    train.add_argument("--cap", type=positive, default=32768, metavar="TOKENS", help="cap of points that name none (default: 32768)")
+    train.add_argument("--minibatches", type=positive, default=8, metavar="N", help="of every point (default: 8)")
+    train.add_argument("--sequence", type=positive, default=2, metavar="N", help="minibatches an arm runs back to back (default: 2)")
+    train.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b", help=SHAPE_HELP)
     train.add_argument("--lengths", choices=LENGTHS, default=LENGTHS[0], help="of the samples; equal: all of half the cap")
-    train.add_argument("--layers", type=_positive, metavar="N", help="instead of the shape's own number")
+    train.add_argument("--layers", type=positive, metavar="N", help="instead of the shape's own number")
     train.add_argument("--seed", type=int, default=0, help="of lengths and weights (default: 0)")
     train.add_argument("--optimizer", choices=["local", "graph", "dtensor"], default="local", help="see bench/optimizer.py")
     train.add_argument("--clip-grad", type=float, default=1.0, metavar="NORM", help="0: only the norm")
@@ -55,14 +57,14 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--trace", metavar="DIR", help="afterwards one minibatch of every arm as a trace and a picture")
     primitives = kinds.add_parser("primitives", help="gather and scatter-accumulate against the collectives", allow_abbrev=False)
     primitives.add_argument("--sizes", type=_bytes, nargs="+", default=DEFAULT_SIZES, metavar="BYTES", help="of the whole tensor, e.g. 64M")
-    primitives.add_argument("--repeats", type=_positive, default=20, metavar="N", help="timings of each (default: 20)")
+    primitives.add_argument("--repeats", type=positive, default=20, metavar="N", help="timings of each (default: 20)")
     published = kinds.add_parser("published", help="the points of the published table, all arms in one call", allow_abbrev=False)
     published.add_argument("--samples-per-rank", type=int, nargs="+", choices=list(TABLE), default=list(TABLE), metavar="N")
-    published.add_argument("--cap", type=_positive, default=32768, metavar="TOKENS", help="of a microbatch (default: 32768)")
-    published.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b")
-    published.add_argument("--layers", type=_positive, metavar="N", help="instead of the shape's own number")
+    published.add_argument("--cap", type=positive, default=32768, metavar="TOKENS", help="of a microbatch (default: 32768)")
+    published.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b", help=SHAPE_HELP)
+    published.add_argument("--layers", type=positive, metavar="N", help="instead of the shape's own number")
     published.add_argument(
-        "--minibatches", type=_positive, default=MINIBATCHES, metavar="N", help=f"of every point (default: {MINIBATCHES})"
+        "--minibatches", type=positive, default=MINIBATCHES, metavar="N", help=f"of every point (default: {MINIBATCHES})"
     )
     published.add_argument(
         "--budget-s", type=float, default=BUDGET_S, metavar="S", help=f"start no block that would end later (default: {BUDGET_S:g})"
@@ -70,9 +72,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     for kind in (train, primitives, published):
         kind.add_argument("--out", required=True, metavar="FILE.json", help="result file; entries are added to it")
         kind.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-        kind.add_argument("--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
+        kind.add_argument("--nproc", type=positive, metavar="N", help="ranks (default: all GPUs; 2 on the CPU)")
         kind.add_argument("--transport", "--odc.transport", dest="transport", default="auto", help="of the engine, as odc.transport")
-        kind.add_argument("--odc.ranks_per_node", dest="ranks_per_node", type=_positive, metavar="N", help="as in the YAML")
+        kind.add_argument("--odc.ranks_per_node", dest="ranks_per_node", type=positive, metavar="N", help="as in the YAML")
         kind.add_argument("--odc.interface", dest="interface", metavar="NAME", help="as in the YAML")
         kind.add_argument("--odc.nic", dest="nic", metavar="KIND", help="as in the YAML")
         kind.add_argument("--timeout-s", type=float, default=120.0, metavar="S", help="for a silent peer or collective (default: 120)")
@@ -82,10 +84,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     curves = kinds.add_parser("curves", help="loss curves of the arms, and whether they are the same", allow_abbrev=False)
     curves.add_argument("config", type=Path, help="an experiment YAML, for example configs/gpu_curves.yaml")
     curves.add_argument("--arms", nargs="+", choices=list(COMPARED), default=list(COMPARED), metavar="ARM", help="default: all")
-    curves.add_argument("--steps", type=_positive, metavar="N", help="of every curve (default: train_iters)")
-    curves.add_argument("--assignments", type=_positive, default=6, metavar="N", help="of samples to ranks, for nccl_pad (default: 6)")
-    curves.add_argument("--of-others", type=_positive, default=2, metavar="N", help="for every other arm: the first N (default: 2)")
-    curves.add_argument("--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs; on the CPU the smaller of cores and 4)")
+    curves.add_argument("--steps", type=positive, metavar="N", help="of every curve (default: train_iters)")
+    curves.add_argument("--assignments", type=positive, default=6, metavar="N", help="of samples to ranks, for nccl_pad (default: 6)")
+    curves.add_argument("--of-others", type=positive, default=2, metavar="N", help="for every other arm: the first N (default: 2)")
+    curves.add_argument("--nproc", type=positive, metavar="N", help="ranks (default: all GPUs; on the CPU the smaller of cores and 4)")
     curves.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes of the YAML's keys")
     curves.add_argument("--out", required=True, metavar="FILE.json", help="result file; an entry is added to it")
     report = kinds.add_parser("report", help="result files as Markdown", allow_abbrev=False)
@@ -174,11 +176,11 @@ def _job(args: argparse.Namespace, store: str) -> Job:
         return Job(**common, bytes=args.sizes, repeats=args.repeats)
     divisor = SHAPES[args.shape].length_divisor
     if args.kind == "published":
-        points = [(samples, max(1, args.cap // divisor)) for samples in args.samples_per_rank]
+        points = [(samples, args.cap // divisor) for samples in args.samples_per_rank]
         optimizer = "graph" if args.device == "cuda" else "local"
         rest = {name: getattr(args, name) for name in ("shape", "layers", "minibatches", "budget_s")}
         return Job(**common, points=points, arms=ARMS, optimizer=optimizer, clip_grad=1.0, **rest)
-    points = [(samples, max(1, (cap or args.cap) // divisor)) for samples, cap in args.points]
+    points = [(samples, (cap or args.cap) // divisor) for samples, cap in args.points]
     names = (
         "arms",
         "lengths",
@@ -220,17 +222,13 @@ def _show(line: str) -> None:
 
 
 def _point(word: str) -> tuple[int, int | None]:
-    samples, _, cap = word.partition(":")
-    return _positive(samples), _positive(cap) if cap else None
+    samples, colon, cap = word.partition(":")
+    return positive(samples), positive(cap) if colon else None
 
 
 def _bytes(word: str) -> int:
-    unit = _SUFFIXES.get(word[-1:].upper())
-    return _positive(word[:-1]) * unit if unit else _positive(word)
-
-
-def _positive(word: str) -> int:
-    value = int(word)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{word} is not at least 1")
-    return value
+    number, unit = word[:-1], _SUFFIXES.get(word[-1:].upper())
+    try:
+        return positive(number) * unit if unit else positive(word)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of bytes; write 65536, 64K, 16M or 1G") from error

@@ -27,7 +27,7 @@ import yaml
 
 import primus_odc
 from primus_odc.bench.beside_bench import Point, render_beside
-from primus_odc.bench.job import LENGTHS, ArmSpec, arm_spec
+from primus_odc.bench.job import LENGTHS, SHORTEST, ArmSpec, arm_spec
 from primus_odc.bench.lengths import draw_minibatches
 from primus_odc.bench.shapes import SHAPES
 from primus_odc.bench.summary import BASELINE
@@ -228,7 +228,7 @@ def run_in_primus(args: argparse.Namespace) -> int:
             layers=args.layers,
             lengths=LENGTHS[0],
             samples_per_rank=args.samples_per_rank,
-            cap=max(1, args.cap // SHAPES[args.shape].length_divisor),
+            cap=args.cap // SHAPES[args.shape].length_divisor,
             minibatches=args.minibatches,
             seed=args.seed,
             fixed_tokens=args.fixed_tokens,
@@ -272,6 +272,9 @@ def _check(job: InPrimus) -> None:
         problems.append(f"--out {job.folder} is there already and not an empty folder")
     if min(job.point.samples_per_rank, job.point.minibatches, job.point.world_size) < 1:
         problems.append("--samples-per-rank, --minibatches and --nproc must be at least 1")
+    if job.point.cap < SHORTEST:
+        divisor = SHAPES[job.point.shape].length_divisor
+        problems.append(f"--cap: below {SHORTEST * divisor} tokens no sample of --shape {job.point.shape} has one to predict")
     if problems:
         raise ConfigError(problems)
 

@@ -17,6 +17,8 @@ STOCK: dict[str, Policy] = {"nccl_pad": "lb_micro", "nccl_localsort": "localsort
 ON_DEMAND: dict[str, Policy] = {"odc_pad": "lb_micro", "odc_nopad": "lb_mini"}
 IDEAL = "ideal"
 LENGTHS = ("longalign-like", "equal")
+SHORTEST = 2
+"""Tokens of a sample with a target."""
 VARIANTS: dict[str, dict[str, str]] = {
     "owner": {"accumulate": "owner"},
     "resident": {"parameters": "resident"},
@@ -109,6 +111,13 @@ class Job:
             problems.append(f"--device {self.device}: cpu or cuda")
         if self.kind == "train" and self.shape not in SHAPES:
             problems.append(f"--shape {self.shape}: known are {', '.join(SHAPES)}")
+        elif self.kind == "train":
+            divisor = SHAPES[self.shape].length_divisor
+            divided = f" (after --shape {self.shape} divided it by {divisor})" if divisor > 1 else ""
+            problems += [
+                f"--points, --cap: a cap of {cap}{divided} is too small: a sample needs {SHORTEST} tokens, the second one to be predicted"
+                for cap in sorted({cap for _, cap in self.points if cap < SHORTEST})
+            ]
         for name in self.arms:
             try:
                 arm_spec(name)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from primus_odc._arguments import positive
 from primus_odc.config import OdcConfig
 from primus_odc.errors import PlanError
 from primus_odc.planning.cost import CostModel
@@ -31,12 +32,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"file of tokens per sample (text, .json, .jsonl), or one of {names}, optionally with /64, or an experiment YAML, whose data "
         "are read as training reads them, and whose batch size, cap and costs count where no option changes them",
     )
-    parser.add_argument("--ranks", type=_positive, nargs="+", default=[8], metavar="N", help="numbers of ranks (default: 8)")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[8], metavar="N", help="numbers of ranks (default: 8)")
     parser.add_argument(
-        "--samples-per-rank", type=_positive, nargs="+", metavar="N", help="batch sizes (default: 1 2 4 8, or the YAML's global_batch_size)"
+        "--samples-per-rank", type=positive, nargs="+", metavar="N", help="batch sizes (default: 1 2 4 8, or the YAML's global_batch_size)"
     )
     parser.add_argument(
-        "--max-tokens", type=_positive, metavar="N", help="max_tokens_per_microbatch (default: the longest a sample can be, or the YAML's)"
+        "--max-tokens", type=positive, metavar="N", help="max_tokens_per_microbatch (default: the longest a sample can be, or the YAML's)"
     )
     parser.add_argument(
         "--cost-model",
@@ -49,7 +50,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="fixed cost of a microbatch, odc.microbatch_cost (default: 0, or the YAML's)",
     )
-    parser.add_argument("--minibatches", type=_positive, default=16, metavar="N", help="minibatches to average over (default: 16)")
+    parser.add_argument("--minibatches", type=positive, default=16, metavar="N", help="minibatches to average over (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the distribution and of the order (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON with every step instead of the tables")
 
@@ -122,10 +123,3 @@ def _cost_model(text: str, microbatch_cost: float) -> CostModel:
     except ValueError as error:
         raise PlanError(f"--cost-model is {text!r}; use linear, attention or two coefficients a,b") from error
     return CostModel.from_config(coefficients, microbatch_cost=microbatch_cost)
-
-
-def _positive(word: str) -> int:
-    value = int(word)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{word} is not at least 1")
-    return value

@@ -114,7 +114,25 @@ def test_wrong_words_are_told_before_anything_runs(tmp_path: Path, capsys: pytes
     words = ["--points", "2", "--device", "cpu", "--out", str(tmp_path / "r.json")]
     assert main(["bench", "train", *words, "--arms", "nccl_pad", "odc"]) == 2
     assert "--arms odc: known are" in capsys.readouterr().err
+    assert main(["bench", "train", *words, "--shape", "tiny", "--cap", "127"]) == 2
+    assert "a cap of 1 (after --shape tiny divided it by 64) is too small" in capsys.readouterr().err
     assert main(["bench", "report", str(tmp_path / "none.json")]) == 2
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["train", "--points", "4", "x:8"], "argument --points: 'x' is not a whole number of at least 1"),
+        (["train", "--points", "4:"], "argument --points: '' is not a whole number of at least 1"),
+        (["train", "--points", "4", "--nproc", "0"], "argument --nproc: '0' is not a whole number of at least 1"),
+        (["primitives", "--sizes", "12Q"], "argument --sizes: '12Q' is not a number of bytes; write 65536, 64K, 16M or 1G"),
+        (["primitives", "--sizes", "1M", "0K"], "argument --sizes: '0K' is not a number of bytes"),
+    ],
+)
+def test_words_that_are_no_numbers(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *words, "--device", "cpu", "--out", "r.json"])
+    assert caught.value.code == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.timeout(120)

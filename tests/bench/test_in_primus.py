@@ -121,9 +121,10 @@ def test_what_cannot_be_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     words = ["--primus", str(tmp_path), "--megatron", str(tmp_path), "--arms", "ideal", "odc_pad", "--out", str(tmp_path / "full")]
-    assert main(["bench", "primus", *words]) == 2
+    assert main(["bench", "primus", *words, "--shape", "tiny", "--cap", "100"]) == 2
     error = capsys.readouterr().err
-    for part in ("is no checkout of Primus", "is no checkout of Megatron-LM", "--arms ideal", "not an empty folder"):
+    told = ("is no checkout of Primus", "is no checkout of Megatron-LM", "--arms ideal", "not an empty folder", "--cap: below 128 tokens")
+    for part in told:
         assert part in error
 
 
