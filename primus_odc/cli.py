@@ -1,9 +1,9 @@
 """The command line: ``primus-odc train | compare | plan | traffic | bench | doctor``.
 
 Each command's arguments and work come from the part that does it, imported when that command is asked for, so that ``plan`` and
-``traffic`` run without torch. Words that ``train``, ``compare`` and ``doctor`` do not know are overrides of the experiment YAML, with the
-meaning Primus gives them (``--lr 1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``. What a user got wrong (an
-:class:`~primus_odc.errors.OdcError`) is one message on stderr and exit code 2, Ctrl-C is one and exit code 130; ``--traceback``, in
+``traffic`` run without torch. Words that ``train``, ``compare``, ``plan`` and ``doctor`` do not know are overrides of the experiment
+YAML, with the meaning Primus gives them (``--lr 1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``. What a user got wrong
+(an :class:`~primus_odc.errors.OdcError`) is one message on stderr and exit code 2, Ctrl-C is one and exit code 130; ``--traceback``, in
 ``args.traceback``, shows where it was raised.
 """
 
@@ -37,9 +37,7 @@ class Command:
 COMMANDS = (
     Command(name="train", module="primus_odc.megatron.command", summary="train an experiment YAML in one arm", takes_overrides=True),
     Command(name="compare", module="primus_odc.report.command", summary="run the arms in turn and compare them", takes_overrides=True),
-    Command(
-        name="plan", module="primus_odc.planning.command", summary="predict the arms' speed from sample lengths", takes_overrides=False
-    ),
+    Command(name="plan", module="primus_odc.planning.command", summary="predict the arms' speed from sample lengths", takes_overrides=True),
     Command(
         name="traffic", module="primus_odc.planning.traffic_command", summary="count what crosses between nodes", takes_overrides=False
     ),

@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["train", "compare"])
+@pytest.mark.parametrize("name", ["train", "compare", "plan", "doctor"])
 def test_unknown_words_are_overrides(calls: list[argparse.Namespace], name: str) -> None:
     assert main([name, "exp.yaml", "--lr", "1e-4", "--steps", "5", "odc.timeout_s=60", "--swiglu", "--step=7", "--min_lr", "-1"]) == 0
     (args,) = calls
@@ -47,11 +47,11 @@ def test_unknown_words_are_overrides(calls: list[argparse.Namespace], name: str)
     assert args.overrides == ["--lr", "1e-4", "odc.timeout_s=60", "--swiglu", "--step=7", "--min_lr", "-1"]
 
 
-def test_plan_takes_no_overrides(calls: list[argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
+def test_traffic_takes_no_overrides(calls: list[argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["plan", "lengths.txt", "--rank", "4"])
+        main(["traffic", "config", "--node", "4"])
     assert caught.value.code == 2
-    assert "plan does not know: --rank 4" in capsys.readouterr().err
+    assert "traffic does not know: --node 4" in capsys.readouterr().err
     assert calls == []
 
 

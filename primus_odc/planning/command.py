@@ -56,13 +56,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Print the report; returns the exit code.
+    """Print the report, for a YAML with the overrides ``args.overrides``; returns the exit code.
 
     Raises:
-        PlanError: lengths that cannot be read, a sample over the cap, too few samples, a wrong cost model.
+        PlanError: lengths that cannot be read, a sample over the cap, too few samples, a wrong cost model, overrides without a YAML.
         OdcError: an experiment or its data that cannot be used.
     """
     of_experiment = args.lengths.endswith((".yaml", ".yml"))
+    if args.overrides and not of_experiment:
+        raise PlanError(f"plan does not know {' '.join(args.overrides)}; keys are overridden after a YAML: plan YAML --key value")
     lengths, settings = _from_experiment(args) if of_experiment else _from_lengths(args)
     report = plan_report(lengths, settings, source=args.lengths)
     print(json.dumps(report) if args.json else render(report), end="\n" if args.json else "")
@@ -95,13 +97,13 @@ def _from_lengths(args: argparse.Namespace) -> tuple[npt.NDArray[np.int64], Plan
 
 
 def _from_experiment(args: argparse.Namespace) -> tuple[npt.NDArray[np.int64], PlanSettings]:
-    """With options as what they are for training: other values of its keys."""
+    """With overrides and options as what they are for training: other values of its keys; of both for one key the option counts."""
     keys = {
         "max_tokens_per_microbatch": args.max_tokens,
         "cost_model": f"[{args.cost_model}]" if args.cost_model and "," in args.cost_model else args.cost_model,
         "microbatch_cost": args.microbatch_cost,
     }
-    overrides = [f"odc.{key}={value}" for key, value in keys.items() if value is not None]
+    overrides = args.overrides + [f"odc.{key}={value}" for key, value in keys.items() if value is not None]
     planned = importlib.import_module("primus_odc.megatron.planned").read_planned(Path(args.lengths), overrides)
     return planned.lengths, PlanSettings(
         world_sizes=args.ranks,

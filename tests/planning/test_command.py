@@ -23,9 +23,11 @@ ARMS = ["nccl_pad", "nccl_localsort", "nccl_zero2", "odc_pad", "odc_nopad"]
 
 
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     add_plan_arguments(parser)
-    return run_plan(parser.parse_args(words))
+    args, overrides = parser.parse_known_args(words)
+    args.overrides = overrides
+    return run_plan(args)
 
 
 def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +126,8 @@ def test_refusals(tmp_path: Path) -> None:
             run(path, "--ranks", "1", "--samples-per-rank", "1", "--cost-model", model)
     with pytest.raises(SystemExit):
         run(path, "--ranks", "0")
+    with pytest.raises(PlanError, match="plan does not know --rank 4; keys are overridden after a YAML"):
+        run(path, "--rank", "4")
 
 
 def write_experiment(folder: Path, lengths: Sequence[int], **odc: object) -> str:
@@ -173,6 +177,16 @@ def test_options_change_what_the_experiment_says(tmp_path: Path, capsys: pytest.
     (tmp_path / "lengths.txt").write_text("40 50 50 50 " * 4)
     assert told["points"] == planned(capsys, str(tmp_path / "lengths.txt"), *words)["points"]
     assert (told["microbatch_cost"], told["max_tokens_per_microbatch"], told["cost_model_source"]) == (3, 50, "--cost-model")
+
+
+def test_words_after_an_experiment_override_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = ["--sft_min_tokens", "50", "--global_batch_size", "8", "--odc.microbatch_cost", "3", "--odc.cost_model", "[1, 2]"]
+    told = planned(capsys, write_experiment(tmp_path, [40, 60, 80, 100] * 4), *changed, "--ranks", "2", "--cost-model", "3,2")
+    (tmp_path / "lengths.txt").write_text("60 80 100 " * 4)
+    words = ["--ranks", "2", "--samples-per-rank", "4", "--max-tokens", "100", "--cost-model", "3,2", "--microbatch-cost", "3"]
+    assert told["points"] == planned(capsys, str(tmp_path / "lengths.txt"), *words)["points"]
+    with pytest.raises(ConfigError, match="global_batch_siz"):
+        run(write_experiment(tmp_path, [40, 60]), "--global_batch_siz", "8")
 
 
 def test_an_experiment_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
