@@ -34,10 +34,11 @@ def main() -> None:
     job = Job(**order["job"])
     if job.primus_path and "packages" not in order["stages"]:
         use_primus(job.primus_path)  # that stage was the end of the process before this one
-    with os.fdopen(int(sys.argv[1]), "w") as lines:
-        for name in order["stages"]:
-            findings = STAGES[name](job)
-            print(json.dumps({"stage": name, "findings": [asdict(f) for f in findings], "facts": job.facts}), file=lines, flush=True)
+    # Left open: where an error ends this process, the parent reads what it said as soon as the descriptor is closed.
+    lines = os.fdopen(int(sys.argv[1]), "w")
+    for name in order["stages"]:
+        findings = STAGES[name](job)
+        print(json.dumps({"stage": name, "findings": [asdict(f) for f in findings], "facts": job.facts}), file=lines, flush=True)
     # Libraries that were imported may want to wait for something at exit.
     os._exit(0)
 

@@ -94,6 +94,18 @@ def test_a_stage_that_dies_says_its_last_words(stand: Stand, stage: str, check: 
     assert len(findings) == 4
 
 
+def test_the_real_child_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+from primus_odc.doctor import stages
+def broken(job): raise OSError("libcuda is broken")
+stages.STAGES.update(packages=lambda job: [], gpus=broken)
+stages.main()
+"""
+    monkeypatch.setattr(child, "COMMAND", (sys.executable, "-c", code))
+    (dead,) = child.run_stages(Job(), os.environ, 2.0, time.monotonic() + 50)
+    assert (dead.check, dead.found) == ("GPUs", "the check died: OSError: libcuda is broken")
+
+
 def test_a_stage_that_is_killed(stand: Stand) -> None:
     findings = stand.run(Job(), {"packages": "kill"})
     assert findings[0].severity == "problem" and "without a word" in findings[0].found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -29,6 +30,11 @@ def four(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
 
 def by_check(findings: list[Finding]) -> dict[str, Finding]:
     return {f.check: f for f in findings}
+
+
+def test_without_torch_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert gpus.check_gpus(Job()) == []
 
 
 def test_gpus_that_work(four: set[tuple[int, int]]) -> None:
