@@ -16,7 +16,7 @@ from primus_odc._config_values import likely
 from primus_odc._problems import Problems
 from primus_odc.data.cache import open_or_build
 from primus_odc.data.dataset import TokenDataset
-from primus_odc.data.huggingface import folder_source, hub_source
+from primus_odc.data.huggingface import folder_source, hub_source, import_datasets
 from primus_odc.data.keys import DataConfig, parse_data
 from primus_odc.data.progress import with_progress
 from primus_odc.data.records import Form
@@ -118,8 +118,8 @@ def check_data(params: Mapping[str, Any]) -> None:
     name = params.get("sft_dataset_name")
     if config is not None:
         problems.of(lambda: build_tokenizer(params))
-        if not _is_hub_name(config.sft_dataset_name):
-            problems.of(lambda: build_source(config))
+        hub = _is_hub_name(config.sft_dataset_name)
+        problems.of(lambda: import_datasets(config.sft_dataset_name) if hub else build_source(config))
     elif isinstance(name, str) and name:
         problems.of(lambda: _require_source(name))
     problems.raise_any()

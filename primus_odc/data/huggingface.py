@@ -53,8 +53,16 @@ def hub_source(name: str, split: str, form: Form) -> Source:
     Raises:
         DataError: the package is missing.
     """
-    library = optional_import("datasets", "datasets", f"sft_dataset_name {name!r} (no path here, so a name of the hub)")
-    return RowSource(f"{name}[{split}]", library.load_dataset(name, split=split), form)
+    return RowSource(f"{name}[{split}]", import_datasets(name).load_dataset(name, split=split), form)
+
+
+def import_datasets(name: str) -> Any:
+    """The package ``datasets``, which a dataset ``name`` of the hub needs.
+
+    Raises:
+        DataError: the package is missing.
+    """
+    return optional_import("datasets", "datasets", f"sft_dataset_name {name!r} (no path here, so a name of the hub)")
 
 
 def _pick(loaded: Any, split: str, folder: str) -> Any:

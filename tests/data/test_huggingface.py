@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from primus_odc.data.build import check_data
 from primus_odc.data.huggingface import folder_source, hub_source
-from primus_odc.errors import DataError
+from primus_odc.errors import ConfigError, DataError
 
 
 def jsonl(path: Path, *texts: str) -> None:
@@ -48,6 +49,8 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DataError, match=r"name of the hub.*pip install datasets"):
         hub_source("owner/name", "train", "conversation")
+    with pytest.raises(ConfigError, match=r"name of the hub.*pip install datasets"):
+        check_data({"sft_dataset_name": "owner/name", "tokenizer_type": "byte"})
     (tmp_path / "data.parquet").touch()
     with pytest.raises(DataError, match="pip install pyarrow"):
         folder_source(tmp_path, "train", "text")
