@@ -80,8 +80,8 @@ class Engine:
         require_fsdp2()
         if not isinstance(model, FSDPModule):
             raise UnsupportedModelError(
-                f"attach() got a {type(model).__name__} and needs the root FSDP2 module: call fully_shard on the whole model last, then "
-                "attach that (a wrapper made around it, as by torch.compile(), is for your calls only)"
+                f"attach() needs the root FSDP2 module, not {type(model).__name__}: call fully_shard on the whole model last, then attach "
+                "that (a wrapper made around it, as by torch.compile(), is for your calls only)"
             )
         self._model: nn.Module = model
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]

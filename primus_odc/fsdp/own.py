@@ -23,7 +23,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from primus_odc.errors import ProtocolError
+from primus_odc.errors import ProtocolError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from primus_odc.fsdp.probe import ParamSlot, Unit
@@ -53,10 +53,15 @@ def _after(outputs: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tenso
     return (outputs[0], ()) if out is None else None
 
 
+def _local(parameter: DTensor) -> Any:
+    """The local tensor that FSDP2 has; ``to_local()`` may return a view of it."""
+    (name, *_), _ = parameter.__tensor_flatten__()
+    return getattr(parameter, name)
+
+
 def _put(parameter: DTensor, before: _Before) -> torch.Tensor:
     """Put the extension on a parameter's local tensor, and return that."""
-    (name, *_), _ = parameter.__tensor_flatten__()  # to_local() may return a view
-    local: Any = getattr(parameter, name)
+    local = _local(parameter)
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, _after
     return local
 
@@ -65,7 +70,7 @@ def _take_away(local: Any) -> None:
     del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
 
 
-def _padded(parameter: DTensor, shards: int) -> list[int]:
+def padded_shape(parameter: DTensor, shards: int) -> list[int]:
     """Shape of a local shard with FSDP2's padding."""
     placement = parameter.placements[-1]
     assert isinstance(placement, Shard)
@@ -75,37 +80,49 @@ def _padded(parameter: DTensor, shards: int) -> list[int]:
 
 
 class Placeholders:
-    """Extensions that do what FSDP2 does without them, of zeros, from their making until :meth:`remove`. ``parameters``: by name, in the
-    order in which a shared one's first name counts.
+    """Extensions that do what FSDP2 does without them, of zeros, from their making until :meth:`remove`. ``parameters``: by name.
 
     Attributes:
         worked: names of the parameters through whose extension FSDP2 has gathered.
+
+    Raises:
+        UnsupportedModelError: a parameter has an extension already, as for fp8, whose bytes the engine does not know.
     """
 
     def __init__(self, parameters: Mapping[str, DTensor], shards: int) -> None:
+        for name, parameter in parameters.items():
+            if hasattr(_local(parameter), "fsdp_pre_all_gather"):
+                raise UnsupportedModelError(
+                    f"parameter {name} is a {type(_local(parameter)).__name__} with an all-gather extension of its own "
+                    "(fsdp_pre_all_gather, as for fp8), which is not supported on demand: keep it as an ordinary tensor"
+                )
         self.worked: set[str] = set()
         self._asked: set[str] = set()
-        first = {id(p): name for name, p in reversed([*parameters.items()])}  # a shared one has several names
-        self._locals = [_put(parameters[name], _Before(self._zeros_for(name, parameters[name], shards))) for name in first.values()]
+        self._locals = [_put(p, _Before(self._zeros_for(name, p, shards))) for name, p in parameters.items()]
 
     def _zeros_for(self, name: str, parameter: DTensor, shards: int) -> Callable[[MixedPrecisionPolicy], Inputs]:
         def zeros(mp_policy: MixedPrecisionPolicy) -> Inputs:
-            self._asked.add(name)
             cast = mp_policy.param_dtype is not None and parameter.dtype.is_floating_point
             dtype = mp_policy.param_dtype if cast else parameter.dtype
-            return (torch.zeros(_padded(parameter, shards), dtype=dtype, device=parameter.device),), None
+            made = torch.zeros(padded_shape(parameter, shards), dtype=dtype, device=parameter.device)
+            self._asked.add(name)
+            return (made,), None
 
         return zeros
 
     def unshard(self, module: FSDPModule) -> None:
-        """``module.unshard()``, with the extensions where there is room for them."""
+        """``module.unshard()``, with the extensions where there is room for them.
+
+        Where there is none FSDP2 misses an attribute of an object of its own, right after the first extension answered. Whether it is
+        there cannot be asked before: both are private.
+        """
         self._asked.clear()
         try:
             module.unshard()
-        except AttributeError:
-            if not self._asked:
+        except AttributeError as error:
+            if not self._asked or not type(error.obj).__module__.startswith(FSDPModule.__module__):
                 raise
-            self.remove()  # it ran before: no room
+            self.remove()
             module.unshard()
         else:
             self.worked |= self._asked
@@ -158,6 +175,6 @@ class OwnSlices:
             # What FSDP2 does not cast it does not copy either; what stands behind a narrower dtype may have no address of its own dtype.
             if extensible and parameter.dtype != p.gather_dtype and p.shard_offset % itemsize == 0:
                 slice_ = shard[p.shard_offset : p.shard_offset + p.padded_numel * itemsize].view(p.gather_dtype)
-                inputs = ((slice_.view(_padded(parameter, unit.spec.shards)),), None)
+                inputs = ((slice_.view(padded_shape(parameter, unit.spec.shards)),), None)
                 made.append((slot, _Before(lambda mp_policy, inputs=inputs: inputs)))  # type: ignore[misc]
         return made

@@ -8,6 +8,7 @@ is communicated, ``reshard()`` drops the pattern again, and no assumption about 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from primus_odc.errors import UnsupportedModelError
-from primus_odc.fsdp.own import Placeholders
+from primus_odc.fsdp.own import Placeholders, padded_shape
 from primus_odc.primitives.spec import GroupSpec, ParamSpec
 
 _PATTERN_CHUNK = 1 << 24  # bytes filled at a time, which bounds the temporary memory of the pattern
@@ -107,8 +108,7 @@ def find_units(model: nn.Module, shards: int) -> list[Unit]:
     ]
     units: dict[tuple[str, ...], Unit] = {}
     reshard(modules, ())
-    sharded = {s.name: p for s in slots if shards > 1 and isinstance(p := s.current(), DTensor)}
-    placeholders = Placeholders(sharded, shards)
+    placeholders = Placeholders({n: p for n, p in model.named_parameters() if isinstance(p, DTensor)} if shards > 1 else {}, shards)
     try:
         for module in modules:
             unit = _probe(module, slots, shards, placeholders)
@@ -175,10 +175,7 @@ def _spec(members: list[ParamSlot], unsharded: dict[str, nn.Parameter], offsets:
         p, full = s.sharded(), unsharded[s.name]
         if isinstance(full, DTensor) or p.to_local().device != full.device:
             raise UnsupportedModelError(f"parameter {s.name}: tensor parallelism and CPU offload are not supported on demand")
-        placement = p.placements[-1]
-        assert isinstance(placement, Shard)
-        rows = p.shape[placement.dim]
-        padded = -(-rows // shards) * (p.numel() // rows)
+        padded = math.prod(padded_shape(p, shards))
         if shards > 1 and offsets[s.name] != shard_cursor:
             raise UnsupportedModelError(
                 f"parameter {s.name} stands at byte {offsets[s.name]} of its unit's flat shard, expected {shard_cursor}: this torch packs "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import primus_odc
@@ -55,10 +57,42 @@ def complex_parameters_that_do_not_are_served() -> None:
     engine.detach()
 
 
+class _Narrow(torch.Tensor):
+    """Gathers itself in bf16, by FSDP2's all-gather extension."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Narrow:
+        made: _Narrow = torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        made.held = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        result = func(*tree_map_only(cls, lambda t: t.held, args), **tree_map_only(cls, lambda t: t.held, kwargs or {}))
+        return args[0] if func is torch.ops.aten.copy_.default else tree_map_only(torch.Tensor, cls, result)
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        return (self.held.bfloat16(),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return (outputs[0].float(), ()) if out is None else out.copy_(outputs[0])
+
+
+def an_all_gather_extension_of_the_model() -> None:
+    model = Tiny(width=8)
+    model.blocks[0].up = nn.Linear(8, 17, bias=False)
+    model.blocks[0].up.weight = nn.Parameter(_Narrow(torch.randn(17, 8)))
+    shard(model)
+    with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.up\.weight is a _Narrow with an all-gather extension of its own"):
+        primus_odc.attach(model)
+
+
 def a_wrapper_around_the_model() -> None:
     wrapper = torch.compile(shard(tiny_model()), backend="eager")
     assert isinstance(wrapper, nn.Module)
-    with pytest.raises(UnsupportedModelError, match=r"got a OptimizedModule .* torch\.compile\(\)"):
+    with pytest.raises(UnsupportedModelError, match=r"not OptimizedModule: .* torch\.compile\(\)"):
         primus_odc.attach(wrapper)
 
 
@@ -104,6 +138,7 @@ CHECKS: dict[str, Check] = {
     for f in (
         complex_parameters_that_train,
         complex_parameters_that_do_not_are_served,
+        an_all_gather_extension_of_the_model,
         a_wrapper_around_the_model,
         another_dtype_by_conversion,
         another_dtype_by_loading,
