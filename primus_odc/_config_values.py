@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin
 
@@ -52,6 +53,18 @@ def as_mapping(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, SimpleNamespace):
         return vars(value)
     return None
+
+
+def expand_home(path: str) -> Path:
+    """``path`` with a home folder in place of ``~`` and ``~user``.
+
+    Raises:
+        BadValueError: there is no such home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise BadValueError(f"is {describe(path)}, and there is no such home folder: {error}") from None
 
 
 def nearest(name: str, allowed: Sequence[str]) -> str:

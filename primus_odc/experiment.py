@@ -32,7 +32,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from primus_odc._config_values import describe
+from primus_odc._config_values import BadValueError, describe, expand_home
 from primus_odc._experiment_yaml import load_block, merge, parse_overrides, read_yaml
 from primus_odc.errors import ConfigError
 
@@ -103,11 +103,11 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_p
     ]
     if isinstance(content.get("workspace"), str) and (not content["workspace"] or "\0" in content["workspace"]):
         problems.append(f"workspace is {describe(content['workspace'])}; it must be the path of a folder")
-    workspace = Path(str(content.get("workspace")))
+    workspace = Path()
     try:
-        workspace = workspace.expanduser()
-    except RuntimeError as error:
-        problems.append(f"{source}: workspace is {describe(content['workspace'])}, and there is no such home folder: {error}")
+        workspace = expand_home(str(content.get("workspace")))
+    except BadValueError as error:
+        problems.append(f"{source}: workspace {error}")
     problems += _check_modules(source, modules)
     if problems:
         raise ConfigError(problems)

@@ -78,10 +78,9 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
     group, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
     assert group is not None
-    most = LARGE
-    arena = symm_mem.empty(most, dtype=torch.uint8, device=torch.device("cuda", rank))
-    peer = symm_mem.rendezvous(arena, group).get_buffer(1 - rank, (most,), torch.uint8, 0)
-    target, here = (torch.empty(most, dtype=torch.uint8, device="cuda") for _ in range(2))
+    arena = symm_mem.empty(LARGE, dtype=torch.uint8, device=torch.device("cuda", rank))
+    peer = symm_mem.rendezvous(arena, group).get_buffer(1 - rank, (LARGE,), torch.uint8, 0)
+    target, here = (torch.empty(LARGE, dtype=torch.uint8, device="cuda") for _ in range(2))
     if rank == 0:
         ask = sensors(rank)
         measure(None, 1, WARM_UP_S, ask)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from primus_odc._config_values import likely
+from primus_odc._config_values import BadValueError, expand_home, likely
 from primus_odc.data.stdlib import Unit
 from primus_odc.data.template import Template
 from primus_odc.errors import ConfigError
@@ -139,8 +139,8 @@ def _path(params: Mapping[str, Any], key: str, problems: list[str]) -> str | Non
     """Text that is, or may be, the path of a file or folder."""
     value = _text(params, key, problems)
     try:
-        Path(value or "").expanduser()
-    except RuntimeError as error:
-        problems.append(f"{key} is {value!r}, and there is no such home folder: {error}")
+        expand_home(value or "")
+    except BadValueError as error:
+        problems.append(f"{key} {error}")
         return None
     return value

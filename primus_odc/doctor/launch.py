@@ -14,10 +14,10 @@ from primus_odc._words import counted
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
 from primus_odc.doctor.limits import Check
+from primus_odc.megatron.launcher import started_by_torchrun
 
 DEFAULT_PORT = 29500
 """What scripts/run_odc.sh and torchrun take for several nodes."""
-_LAUNCHED = "TORCHELASTIC_RUN_ID"
 _RESERVED = 1024
 
 
@@ -93,7 +93,7 @@ def check_port(job: Job, environment: Mapping[str, str]) -> list[Finding]:
         return [Finding(check="MASTER_PORT", severity="ok", found="not set; one node takes any free port")]
     name = f"port {port}" if given else f"port {port} (the default)"
     setting = "set MASTER_PORT to a free port from 1024 to 65535, the same on every node"
-    if _LAUNCHED in environment:
+    if started_by_torchrun(environment):
         return [Finding(check="MASTER_PORT", severity="ok", found=f"{name}, in use by the job that this process belongs to")]
     if number(environment, "NODE_RANK", 0) == 0:
         reason = _refusal(port)

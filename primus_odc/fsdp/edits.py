@@ -33,7 +33,7 @@ class EditCheck:
             self._open = False  # whether something was compared since the last fetch
 
     def renew(self) -> None:
-        """A minibatch begins: what was found before says nothing about edits since."""
+        """A minibatch begins or an evaluation ended: what was found before says nothing about edits since."""
         self._checked = [0] * len(self._names)
 
     def unchecked(self, epoch: int) -> list[int]:

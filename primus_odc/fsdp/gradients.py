@@ -69,6 +69,8 @@ class GradientStore:
 
     @staticmethod
     def _discard(is_zeros: Callable[[torch.Tensor], bool]):  # type: ignore[no-untyped-def]  # a hook of torch's
+        # Not a method: the collector does not see what a parameter's hook holds, so one that held this store, and with its units the
+        # model, would never be freed.
         def discard(parameter: nn.Parameter) -> None:
             # FSDP2 may have assigned a view of zeros; the gradient comes at settle. Autograd calls this too, for a backward of the user's
             # through the sharded parameters themselves (a penalty on weights): what that made is a gradient.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell, tell_interrupted
 from primus_odc.errors import ConfigError, DataError, OdcError, VersionError
 from primus_odc.experiment import load_experiment
-from primus_odc.megatron.launcher import leave_unforeseen
+from primus_odc.megatron.launcher import leave_unforeseen, on_this_rank
 from primus_odc.megatron.local_ranks import end_with_launcher, prepare_gpu_environment
 from primus_odc.megatron.train_config import normalise
 from primus_odc.versions import require_megatron, require_torch
@@ -119,7 +119,7 @@ def _train(options: RunOptions, show_traceback: bool) -> None:
             _leave_it_to_the_first()
         if show_traceback:
             traceback.print_exc()
-        tell(error, "" if everybodys else f"on rank {os.environ.get('RANK', '0')}: ")
+        tell(error, "" if everybodys else on_this_rank())
         code = EXIT_ERROR
     except KeyboardInterrupt:
         if show_traceback:

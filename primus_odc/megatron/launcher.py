@@ -15,13 +15,14 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 
-def started_by_torchrun() -> bool:
-    """Whether this process is a rank that torchrun started."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+def started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the process of ``environment`` is a rank that torchrun started."""
+    return "TORCHELASTIC_RUN_ID" in environment
 
 
 def leave_reason(text: str) -> None:
@@ -36,9 +37,14 @@ def leave_reason(text: str) -> None:
         Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}))
 
 
+def on_this_rank() -> str:
+    """Begins a message of something that happened on this rank alone."""
+    return f"on rank {os.environ.get('RANK', '0')}: "
+
+
 def leave_unforeseen(error: BaseException) -> None:
     """In a rank: :func:`leave_reason` of an error whose traceback is printed as well."""
-    leave_reason(f"on rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}; its traceback stands above")
+    leave_reason(f"{on_this_rank()}{type(error).__name__}: {error}; its traceback stands above")
 
 
 def main(words: list[str]) -> int:

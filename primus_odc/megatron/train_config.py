@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from primus_odc._config_values import describe
+from primus_odc._config_values import BadValueError, describe, expand_home
 from primus_odc.errors import ConfigError
 from primus_odc.megatron.train_keys import FIXED, TEXT_KEYS
 
@@ -111,9 +111,9 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
             problems.append(f"{key} is {describe(value)}; it must be the path of a folder, or null")
             return None
         try:
-            path = Path(value).expanduser()
-        except RuntimeError as error:
-            problems.append(f"{key} is {describe(value)}, and there is no such home folder: {error}")
+            path = expand_home(value)
+        except BadValueError as error:
+            problems.append(f"{key} {error}")
             return None
         if path.exists() and not path.is_dir():
             problems.append(f"{key} is {describe(value)}, which is a file; it must be the path of a folder, or null")

@@ -240,7 +240,7 @@ def _line(outcome: StepOutcome, steps: int) -> str:
 def _summary(options: RunOptions, arm: Arm, dataset: TokenDataset) -> None:
     """What is trained and how; the engine itself has told its modes and memory."""
     count = sum(p.numel() for p in arm.model.parameters())
-    ranks = f"{counted(arm.world_size, 'rank')} of {torch.get_num_threads()} thread(s) each (OMP_NUM_THREADS)"
+    ranks = f"{counted(arm.world_size, 'rank')} of {counted(torch.get_num_threads(), 'thread')} each (OMP_NUM_THREADS)"
     logger.info("arm %s on %s: %s plan, cost model %s", arm.name, ranks, arm.policy, options.cost_model.name)
     logger.info("model: %d parameters in %d FSDP2 units", count, arm.num_units)
     logger.info("data: %s", dataset.summary())

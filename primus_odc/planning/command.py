@@ -100,7 +100,7 @@ def _from_experiment(args: argparse.Namespace) -> tuple[npt.NDArray[np.int64], P
     """With overrides and options as what they are for training: other values of its keys; of both for one key the option counts."""
     keys = {
         "max_tokens_per_microbatch": args.max_tokens,
-        "cost_model": f"[{args.cost_model}]" if args.cost_model and "," in args.cost_model else args.cost_model,
+        "cost_model": f"[{args.cost_model.strip('[]')}]" if args.cost_model and "," in args.cost_model else args.cost_model,
         "microbatch_cost": args.microbatch_cost,
     }
     overrides = args.overrides + [f"odc.{key}={value}" for key, value in keys.items() if value is not None]

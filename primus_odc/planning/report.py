@@ -136,6 +136,7 @@ def _point(tokens: npt.NDArray[np.int64], settings: PlanSettings, world_size: in
     total = {arm: sum(costs) for arm, costs in step_costs.items()}
     return {
         "ranks": world_size,
+        "global_batch_size": size,
         "samples_per_rank": size / world_size if size % world_size else size // world_size,
         "minibatches": count,
         "planning_ms_median": {policy: float(np.median(times)) for policy, times in planning_ms.items()},
@@ -160,8 +161,7 @@ def render(report: dict[str, Any]) -> str:
     lines = [
         f"{report['source']}: {report['samples']} samples, tokens {spread}",
         f"cap {report['max_tokens_per_microbatch']} tokens per microbatch; cost model {report['cost_model']} "
-        f"({report['cost_model_source']}), "
-        f"a microbatch costs {report['microbatch_cost']:g} tokens beside its samples",
+        f"({report['cost_model_source']}), a microbatch costs {report['microbatch_cost']:g} tokens beside its samples",
         *_where_training_differs(report["cost_model_source"]),
         "Predicted from computing and waiting alone: communication itself is not in these numbers.",
         *(f"{arm:<14}  {line}" for name, meaning in report["arms"].items() for arm, line in _lines(name, meaning)),
@@ -179,8 +179,7 @@ def _where_training_differs(cost_model_source: str) -> list[str]:
 
 def _render_point(point: dict[str, Any]) -> Iterator[str]:
     planning = ", ".join(f"{policy} {ms:.1f} ms" for policy, ms in point["planning_ms_median"].items())
-    size = round(point["samples_per_rank"] * point["ranks"])
-    yield f"{_batch(point['ranks'], size)}, {counted(point['minibatches'], 'minibatch')}"
+    yield f"{_batch(point['ranks'], point['global_batch_size'])}, {counted(point['minibatches'], 'minibatch')}"
     yield f"  planning one took {planning}"
     over = "  ".join(f"x {baseline:>14}" for baseline in BASELINES)
     yield f"  {'arm':<14}  {'idle mean':>9}  {'idle max':>8}  {over}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from primus_odc._words import counted
 from primus_odc.errors import ProtocolError
 from primus_odc.primitives.spec import GroupSpec
 
@@ -47,8 +48,8 @@ class Publisher:
                 if before != now
             ]
             raise ProtocolError(
-                f"the dtype of {len(changed)} parameters changed after attach(), of {changed[0]} first: FSDP2 has made its buffers for the "
-                "old one; convert the model before fully_shard(), or load weights of the model's own dtype"
+                f"the dtype of {counted(len(changed), 'parameter')} changed after attach(), of {changed[0]} first: FSDP2 has made its "
+                "buffers for the old one; convert the model before fully_shard(), or load weights of the model's own dtype"
             )
 
     @torch.no_grad()

@@ -57,7 +57,7 @@ def test_values(key: str, value: Any, expected: Any) -> None:
         ("tokenizer_type", ["byte"], r"tokenizer_type is \['byte'\]; allowed: byte"),
         ("sft_conversation_format", {"a": 1}, "sft_conversation_format is {'a': 1}; allowed: messages"),
         ("sft_stdlib_unit", [], "allowed: definition"),
-        ("sft_dataset_name", "~nobody-here/x", "sft_dataset_name is '~nobody-here/x', and there is no such home folder"),
+        ("sft_dataset_name", "~nobody-here/x", "sft_dataset_name is the text '~nobody-here/x', and there is no such home folder"),
         ("tokenizer_model", "~nobody-here/x", "no such home folder"),
         ("data_cache_path", "~nobody-here/x", "no such home folder"),
         ("sft_dataset_nmae", "x", "sft_dataset_nmae is no key of the data; allowed: .*; did you mean sft_dataset_name?"),

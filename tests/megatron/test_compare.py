@@ -18,7 +18,7 @@ from primus_odc.megatron.compare_job import arm_params
 from primus_odc.report.ladder import free_ms, lockstep_ms
 from primus_odc.report.result import ComparisonResult
 from tests.forked_ranks import main_with_forked_ranks
-from tests.megatron.test_local_ranks import ROOT, gone
+from tests.megatron.test_local_ranks import ROOT, children, gone
 from tests.workers import Program
 
 SMOKE = ROOT / "configs" / "smoke.yaml"
@@ -33,12 +33,6 @@ def words_of(folder: Path, *words: str) -> list[str]:
 
 def forked(folder: Path, *words: str) -> Program:
     return Program(main_with_forked_ranks, *words_of(folder, *words), folder=folder, name="compare")
-
-
-def descendants(pid: int) -> list[int]:
-    """Process ids of the children of a process."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children]
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +126,8 @@ def test_arms_agree_across_nodes(tmp_path: Path) -> None:
 def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
     process = forked(tmp_path, "--steps", "10000")
     try:
-        process.until("\nstep ", 120)
-        ranks = descendants(process.pid)
+        process.until("\nstep ", 100)
+        ranks = children(process.pid)
         assert len(ranks) == RANKS
         os.kill(ranks[1], signal.SIGKILL)
         process.wait(60)
@@ -150,8 +144,8 @@ def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
 def test_an_interrupted_comparison_says_so_and_leaves_no_rank(tmp_path: Path) -> None:
     process = forked(tmp_path, "--steps", "10000")
     try:
-        process.until("\nstep ", 120)
-        ranks = descendants(process.pid)
+        process.until("\nstep ", 100)
+        ranks = children(process.pid)
         process.send(signal.SIGINT)
         process.wait(60)
     finally:

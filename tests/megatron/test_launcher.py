@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from primus_odc.megatron.launcher import main
-from tests.megatron.test_local_ranks import gone
+from tests.megatron.test_local_ranks import children, gone
 from tests.megatron.test_train_command import DATA, SMOKE, TIMEOUT_S, environment
 from tests.workers import Program
 
@@ -24,10 +24,6 @@ def launch() -> int:
 def start(folder: Path, *words: str, ranks: int = 2) -> Program:
     words = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks), *words)
     return Program(launch, *words, folder=folder, name="launcher", environment=environment(folder))
-
-
-def ranks_of(launcher: Program) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize(
@@ -47,15 +43,16 @@ def test_the_reason_stands_below_the_report_of_torchrun(program: str, code: int,
     assert launcher.stderr.endswith(f"{'=' * 60}\n{told}" if code else "") and launcher.stderr.count("FAILED") == (code != 0)
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize(("sent", "told"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
 def test_a_signal_is_told_without_a_traceback(sent: signal.Signals, told: str, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(SLEEP)
     launcher = start(tmp_path, str(tmp_path / "rank.py"), ranks=1)
     try:
         launcher.until("sleeping", 50)
-        ranks = ranks_of(launcher)
+        ranks = children(launcher.pid)
         launcher.send(sent)
-        launcher.wait(50)
+        launcher.wait(20)
     finally:
         launcher.kill()
     assert launcher.returncode == 128 + sent
@@ -81,7 +78,7 @@ def test_interrupted_training_says_so_once_and_leaves_no_rank(arm: str, tmp_path
     launcher = start(tmp_path, "-m", "primus_odc", "train", str(SMOKE), *words)
     try:
         launcher.until("step 2/", TIMEOUT_S - 40)
-        ranks = ranks_of(launcher)
+        ranks = children(launcher.pid)
         launcher.send(signal.SIGINT)
         launcher.wait(40)
     finally:

@@ -26,6 +26,11 @@ def pids(folder: Path, world_size: int) -> list[int]:
     return [int((folder / f"pid{rank}").read_text()) for rank in range(world_size)]
 
 
+def children(pid: int) -> list[int]:
+    """Process ids of the children of a process."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def gone(pid: int) -> bool:
     """Whether the process ended, within a few seconds; a zombie did."""
     deadline = time.monotonic() + 20

@@ -160,7 +160,7 @@ def test_an_experiment_is_planned_as_it_would_be_trained(tmp_path: Path, capsys:
     assert told["microbatch_cost"] == 7 and told["cost_model_source"] == "odc.cost_model"
     # Batch sizes of training need not divide by the ranks.
     uneven = told["points"][1]
-    assert (uneven["ranks"], uneven["samples_per_rank"]) == (4, 2.25)
+    assert (uneven["ranks"], uneven["samples_per_rank"], uneven["global_batch_size"]) == (4, 2.25, 9)
     assert all(sum(counts) <= 9 for counts in uneven["arms"][4]["microbatches"])
     assert (tmp_path / "output" / "token_cache").is_dir()
 
@@ -172,7 +172,7 @@ def test_an_experiment_is_planned_as_it_would_be_trained(tmp_path: Path, capsys:
 
 def test_options_change_what_the_experiment_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experiment = write_experiment(tmp_path, [40, 60, 80, 100] * 4, cost_model=[3.0, 2.0], microbatch_cost=7.0)
-    words = ["--ranks", "2", "--samples-per-rank", "2", "--max-tokens", "50", "--cost-model", "1,2", "--microbatch-cost", "3"]
+    words = ["--ranks", "2", "--samples-per-rank", "2", "--max-tokens", "50", "--cost-model", "[1,2]", "--microbatch-cost", "3"]
     told = planned(capsys, experiment, *words)
     (tmp_path / "lengths.txt").write_text("40 50 50 50 " * 4)
     assert told["points"] == planned(capsys, str(tmp_path / "lengths.txt"), *words)["points"]
