@@ -15,6 +15,8 @@ from primus_odc.report.stats import LAST, last_mean, median, paired_ratios, quar
 
 NOISE = 0.01
 """A median ratio within one per cent of 1 is called equal."""
+FEW_STEPS = 5
+"""Fewer measured steps have quartiles that say nothing."""
 AGREEMENT_BOUND = 1e-5
 """The relative loss difference that arms keep in fp32."""
 TABLE_DEFINITION = (
@@ -132,7 +134,8 @@ def sentences(result: ComparisonResult) -> list[str]:
     skipped = result.arms[0].skipped_steps
     left_out = ["the first step" if result.warmup_steps == 1 else f"the first {result.warmup_steps} steps"] if result.warmup_steps else []
     left_out += [f"{counted(len(skipped), 'step')} without a target"] if skipped else []
-    said.append(f"Measured over {counted(len(result.steps), 'step')}{'; left out: ' if left_out else ''}{' and '.join(left_out)}.")
+    few = " So few do not tell which arm is faster: take at least ten (--steps, train_iters)." if len(result.steps) < FEW_STEPS else ""
+    said.append(f"Measured over {counted(len(result.steps), 'step')}{'; left out: ' if left_out else ''}{' and '.join(left_out)}.{few}")
     return said
 
 
