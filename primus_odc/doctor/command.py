@@ -28,7 +28,11 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="YAML", help="the experiment to be trained; none: the machine alone is checked")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quiet", action="store_true", help="print notes and problems only")
-    parser.add_argument("--ranks", type=_count, help="processes of the run (default: WORLD_SIZE, else a process for each GPU of each node)")
+    parser.add_argument(
+        "--ranks",
+        type=_count,
+        help="processes of the run (default: WORLD_SIZE, else one for each GPU of each node; without any the smaller of cores and 4)",
+    )
     parser.add_argument("--nodes", type=_count, help="nodes (default: NNODES, else 1)")
     parser.add_argument("--time-limit", type=_seconds, default=DEFAULT_LIMIT_S, metavar="SECONDS", help="for everything (default: 60)")
 
