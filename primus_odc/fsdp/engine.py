@@ -132,7 +132,7 @@ class Engine:
         self._stats: dict[str, Any] = self.totals()
         _ATTACHED.update(self._modules)
         if self._mesh.rank == 0:
-            logger.info(describe(self.choices, self._mesh, len(self._units), self.memory))
+            logger.info(describe(self.choices, self._mesh, self._units, self.memory))
         self.publish()
 
     # What a training loop calls ------------------------------------------------------------------------------------------------------

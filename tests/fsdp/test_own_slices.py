@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 from typing import Any
 
@@ -114,8 +115,11 @@ def test_parameters_are_the_users_between_minibatches_and_in_state_dicts() -> No
         assert found == {"in it": {"fsdp_pre_all_gather", "fsdp_post_all_gather"}, "saved": True, "settled": set()}
 
 
-def ran_before(rank: int, world_size: int) -> tuple[float, set[str]]:
-    """Of a model that was evaluated before it was attached: worst error, attributes of its local shards in a backward."""
+def ran_before(rank: int, world_size: int) -> tuple[float, set[str], str]:
+    """Of a model that was evaluated before it was attached: worst error, attributes of its local shards in a backward, what is logged."""
+    log = io.StringIO()
+    logging.getLogger("primus_odc").addHandler(logging.StreamHandler(log))
+    logging.getLogger("primus_odc").setLevel(logging.INFO)
     model = shard(tiny_model(), mp_policy=POLICY)
     with torch.no_grad():
         model(torch.ones(1, 5, dtype=torch.float64))
@@ -130,14 +134,15 @@ def ran_before(rank: int, world_size: int) -> tuple[float, set[str]]:
         worst = max(worst, worst_relative_error(model, reference_gradients(tiny_model(), step, counts)))
         model.zero_grad()
     engine.detach()
-    return worst, found
+    return worst, found, log.getvalue()
 
 
 def test_a_model_that_ran_before_it_was_attached_is_gathered_as_before() -> None:
     """FSDP2 made no room for the extension when it first ran."""
-    for worst, found in run_workers(ran_before, 2):
+    for rank, (worst, found, log) in enumerate(run_workers(ran_before, 2)):
         assert worst <= 1e-6
         assert found == set()
+        assert ("FSDP2 casts this rank's shard for every gather" in log) == (rank == 0)
 
 
 def _replace(model: Tiny, factor: float = 2.0) -> None:
