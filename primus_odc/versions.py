@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -72,6 +73,16 @@ def require_megatron() -> None:
         VersionError: with the version found, the range, and what to install.
     """
     _require(MEGATRON)
+
+
+def require_standalone() -> None:
+    """:func:`require_torch` and :func:`require_megatron`, for what runs without Primus.
+
+    Megatron's warnings at import are left out: they are about packages that nothing here uses.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    require_torch()
+    require_megatron()
 
 
 def require_primus() -> None:

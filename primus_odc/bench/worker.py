@@ -6,14 +6,13 @@ import logging
 import os
 import sys
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 
 from primus_odc.bench.job import Job
 from primus_odc.errors import ConfigError
 from primus_odc.megatron.local_ranks import end_with_parent, prepare_gpu_environment, run_and_exit
-from primus_odc.versions import require_megatron, require_torch
+from primus_odc.versions import require_standalone
 
 
 def main(arguments: list[str]) -> None:
@@ -26,13 +25,11 @@ def main(arguments: list[str]) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     logging.basicConfig(stream=sys.stdout if rank == 0 else sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("primus_odc").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     run_and_exit(lambda: _run(rank, job, started))
 
 
 def _run(rank: int, job: Job, started: float) -> None:
-    require_torch()
-    require_megatron()
+    require_standalone()
     import torch
     import torch.distributed as dist
 

@@ -130,7 +130,7 @@ def _choice(params: Mapping[str, Any], key: str, allowed: Mapping[str, str], def
 def _text(params: Mapping[str, Any], key: str, problems: list[str]) -> str | None:
     value = params.get(key)
     if value is not None and (not (isinstance(value, str) and value) or "\0" in value):
-        problems.append(f"{key} is {value!r}; it must be text")
+        problems.append(f"{key} is {value!r}; it must be text, not empty and without a NUL character")
         return None
     return value
 

@@ -199,7 +199,7 @@ def require_agreement(config: OdcConfig, choices: Choices, mesh: Mesh, specs: Se
     Raises:
         UnsupportedModelError: naming the ranks that differ from the first.
     """
-    options = (*(getattr(choices, k) for k in ("transport", "accumulate", "parameters", "nodes")), config.verify, config.timeout_s)
+    options = (choices.transport, choices.accumulate, choices.parameters, choices.nodes, config.verify, config.timeout_s)
     digests = mesh.exchange(layout_digest(specs, options))
     differing = [mesh.names[r] for r, d in enumerate(digests) if d != digests[0]]
     if differing:

@@ -179,7 +179,7 @@ def _spec(members: list[ParamSlot], unsharded: dict[str, nn.Parameter], offsets:
         if shards > 1 and offsets[s.name] != shard_cursor:
             raise UnsupportedModelError(
                 f"parameter {s.name} stands at byte {offsets[s.name]} of its unit's flat shard, expected {shard_cursor}: this torch packs "
-                "shards in a way the engine does not know (all-gather extensions such as fp8 are not supported)"
+                "shards in a way the engine does not know"
             )
         params.append(
             ParamSpec(

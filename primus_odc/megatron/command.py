@@ -18,7 +18,6 @@ import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ from primus_odc.experiment import load_experiment
 from primus_odc.megatron.launcher import leave_unforeseen, on_this_rank
 from primus_odc.megatron.local_ranks import end_with_launcher, prepare_gpu_environment
 from primus_odc.megatron.train_config import normalise
-from primus_odc.versions import require_megatron, require_torch
+from primus_odc.versions import require_standalone
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +87,7 @@ def prepare(config: str, overrides: Sequence[str]) -> RunOptions:
     # As torchrun has it where it starts several processes, or times of one process would differ for another reason than its number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _set_up_logging(int(os.environ.get("RANK", "0")))
-    require_torch()
-    require_megatron()
+    require_standalone()
     from primus_odc.megatron.outputs import check_outputs
     from primus_odc.megatron.run_options import RunOptions
 
@@ -179,4 +177,3 @@ def _set_up_logging(rank: int) -> None:
     if rank != 0:
         # Every rank reads the same data and would say the same about it.
         logging.getLogger("primus_odc.data").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.")

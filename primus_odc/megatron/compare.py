@@ -37,7 +37,7 @@ def run_comparison(
     steps: int | None,
     nproc: int | None,
     command: str,
-    before_start: Callable[[], object] = lambda: None,
+    before_start: Callable[[], object],
 ) -> ComparisonResult:
     """Train every arm of ``arms``, and ``ideal`` beside them, on the same minibatches.
 

@@ -9,7 +9,6 @@ import importlib
 import logging
 import os
 import sys
-import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from primus_odc.config import parse_odc
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.compare_job import Job, arm_params
 from primus_odc.megatron.local_ranks import end_with_parent, prepare_gpu_environment, run_and_exit
-from primus_odc.versions import require_megatron, require_torch
+from primus_odc.versions import require_standalone
 
 
 def main(arguments: list[str]) -> None:
@@ -25,16 +24,13 @@ def main(arguments: list[str]) -> None:
     end_with_parent()
     rank, job = int(arguments[0]), Job.read(Path(arguments[1]))
     logging.basicConfig(stream=sys.stdout if rank == 0 else sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
-    # Megatron warns at import about packages that are no part of what runs here.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     if job.on_gpus:
         prepare_gpu_environment()
     run_and_exit(lambda: _run(rank, job))
 
 
 def _run(rank: int, job: Job) -> None:
-    require_torch()
-    require_megatron()
+    require_standalone()
     import torch
     import torch.distributed as dist
 

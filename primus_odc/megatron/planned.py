@@ -6,7 +6,6 @@ Neither GPUs nor a process group are needed; torch and megatron-core only where 
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from primus_odc.megatron.compare_job import arm_params
 from primus_odc.megatron.run_options import cap_of, check_all_but_model, described_costs
 from primus_odc.megatron.train_config import normalise
 from primus_odc.planning import CostModel
-from primus_odc.versions import require_megatron, require_torch
+from primus_odc.versions import require_standalone
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,8 +60,5 @@ def read_planned(config: Path, overrides: Sequence[str]) -> Planned:
 
 
 def _describe_model(params: Mapping[str, Any]) -> Any:
-    # Megatron warns at import about packages that are no part of what is done here.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    require_torch()
-    require_megatron()
+    require_standalone()
     return importlib.import_module("primus_odc.megatron.gpt_config").gpt_config(params, vocab_size=1)

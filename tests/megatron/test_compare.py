@@ -198,7 +198,7 @@ def test_no_launcher_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="torchrun"):
-        run_comparison(SMOKE, overrides=[], arms=ARMS, steps=1, nproc=2, command="")
+        run_comparison(SMOKE, overrides=[], arms=ARMS, steps=1, nproc=2, command="", before_start=never)
 
 
 def test_an_arm_is_chosen_by_its_reporting_name() -> None:
