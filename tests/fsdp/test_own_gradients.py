@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,10 +65,9 @@ def a_penalty_inside_a_minibatch_is_refused() -> None:
         engine.settle()
 
 
-def _assigned(make: object, *parts: str) -> None:
+def _assigned(make: Callable[[Any], torch.Tensor], *parts: str) -> None:
     model = shard(tiny_model())
     engine = primus_odc.attach(model)
-    assert callable(make)
     model.head.weight.grad = make(model.head.weight)
     dist.barrier()
     with pytest.raises(OdcError) as refusal:
