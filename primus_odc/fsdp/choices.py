@@ -16,6 +16,7 @@ import torch
 from primus_odc.config import OdcConfig
 from primus_odc.errors import ConfigError, OdcError, UnsupportedModelError
 from primus_odc.fsdp.mesh import Mesh
+from primus_odc.fsdp.own import lack_room
 from primus_odc.fsdp.probe import Unit
 from primus_odc.primitives.nodes import Across, Nodes, group_into_nodes
 from primus_odc.primitives.spec import GroupSpec, layout_digest, memory_bytes, plan_arena
@@ -95,17 +96,13 @@ def _require_library(config: OdcConfig, asked: Library, library: Library, reason
 
 def describe(choices: Choices, mesh: Mesh, units: Sequence[Unit], memory: Mapping[str, int]) -> str:
     """What a rank logs when it has attached; ``memory`` as of :func:`memory_of`."""
-    ran = any(u.spec.shards > 1 and not all(u.extensible) for u in units)
+    casts = "; FSDP2 casts this rank's shard for every gather, since parts of the model ran or got new tensors before attach()"
     modes = f"transport {choices.transport}, accumulate {choices.accumulate}, parameters {choices.parameters}"
     parts = ", ".join(f"{purpose} {nbytes / GIB:.3f}" for purpose, nbytes in memory.items())
     return (
         f"attached {len(units)} groups over {mesh.shards} shards x {mesh.replicas} replicas: {modes}; adds "
         f"{sum(memory.values()) / GIB:.3f} GiB a rank ({parts}); {choices.reason}"
-        + (
-            "; FSDP2 casts this rank's shard for every gather, since parts of the model ran or got new tensors before attach()"
-            if ran
-            else ""
-        )
+        f"{casts if choices.parameters == 'reshard' and lack_room(units) else ''}"
     )
 
 

@@ -134,6 +134,15 @@ class Placeholders:
         self._locals.clear()
 
 
+def lack_room(units: Sequence[Unit]) -> bool:
+    """Whether FSDP2 casts parameters that it has no room for an extension of."""
+    return any(
+        u.spec.shards > 1 and not extensible and slot.sharded().dtype != p.gather_dtype
+        for u in units
+        for p, slot, extensible in zip(u.spec.params, u.slots, u.extensible, strict=True)
+    )
+
+
 class OwnSlices:
     """Of one rank. ``published(g)``: uint8 ``[shard_nbytes]``, what it published of unit g."""
 
