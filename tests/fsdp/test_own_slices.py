@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 import primus_odc
 from primus_odc.errors import OdcError, ProtocolError
-from tests.fsdp.models import Tiny, check_gradients, loss_of, microbatch, reference_gradients, rows, shard, tiny_model, worst_relative_error
+from tests.fsdp.models import Tiny, loss_of, microbatch, reference_gradients, rows, shard, tiny_model, worst_relative_error
 from tests.workers import run_workers
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
@@ -33,9 +33,9 @@ def _rows_or_columns(p: torch.nn.Parameter) -> Shard:
     return Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else Shard(0)
 
 
-def _backward(model: Tiny, step: int, index: int) -> None:
+def _backward(model: Tiny, step: int, index: int, counts: list[int] | None = None) -> None:
     x, y = microbatch(step, dist.get_rank(), index)
-    loss_of(model, x.double(), y.double(), rows(step, COUNTS[step])).backward()
+    loss_of(model, x.double(), y.double(), rows(step, counts or COUNTS[step])).backward()
 
 
 def edited_between_microbatches(rank: int, world_size: int, by_column: bool) -> float:
@@ -71,9 +71,18 @@ def test_microbatches_use_what_was_published(by_column: bool) -> None:
 
 
 def in_smaller_groups(rank: int, world_size: int) -> float:
-    counts = [[1, 1, 2, 0], [2, 0, 1, 3], [0, 2, 1, 1]]
-    sharding = {"mp_policy": POLICY, "reshard_after_forward": 2}
-    return check_gradients(tiny_model, counts, {"verify": "reference"}, init_device_mesh("cpu", (4,)), sharding)
+    model = shard(tiny_model(), init_device_mesh("cpu", (4,)), mp_policy=POLICY, reshard_after_forward=2)
+    engine = primus_odc.attach(model, parameters="reshard", verify="reference")
+    worst = 0.0
+    for step, counts in enumerate([[1, 1, 2, 0], [2, 0, 1, 3], [0, 2, 1, 1]]):
+        engine.begin_minibatch(counts[rank])
+        for index in range(counts[rank]):
+            _backward(model, step, index, counts)
+        engine.settle()
+        worst = max(worst, worst_relative_error(model, reference_gradients(tiny_model(), step, counts)))
+        model.zero_grad()
+    engine.detach()
+    return worst
 
 
 def test_units_that_reshard_to_a_smaller_group_stay_as_they_were() -> None:
