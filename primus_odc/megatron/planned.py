@@ -17,7 +17,7 @@ import numpy.typing as npt
 from primus_odc.data.build import build_dataset
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.compare_job import arm_params
-from primus_odc.megatron.run_options import cap_of, check_all_but_model, described_costs
+from primus_odc.megatron.run_options import cap_of, check_all_but_model, cost_model_of, described_layers
 from primus_odc.megatron.train_config import normalise
 from primus_odc.planning import CostModel
 from primus_odc.versions import require_standalone
@@ -51,10 +51,7 @@ def read_planned(config: Path, overrides: Sequence[str]) -> Planned:
     problems.raise_any()
     assert comm is not None and train is not None
     max_tokens = cap_of(comm, params)
-    if comm.odc.cost_model == "attention":
-        cost_model = described_costs(comm.odc, _describe_model(params))
-    else:
-        cost_model = CostModel.from_config(comm.odc.cost_model, microbatch_cost=comm.odc.microbatch_cost)
+    cost_model = cost_model_of(comm.odc, lambda: described_layers(_describe_model(params)))
     dataset = build_dataset(params, "train", workspace=experiment.workspace, max_tokens=max_tokens, over_length=comm.odc.over_length)
     return Planned(lengths=dataset.lengths, max_tokens=max_tokens, global_batch_size=train.global_batch_size, cost_model=cost_model)
 

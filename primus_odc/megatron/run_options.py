@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ class RunOptions:
             train=train,
             comm=comm,
             max_tokens=cap_of(comm, params),
-            cost_model=described_costs(comm.odc, described),
+            cost_model=cost_model_of(comm.odc, lambda: described_layers(described)),
         )
 
 
@@ -162,18 +162,23 @@ def cap_of(comm: ParsedComm, params: Mapping[str, Any]) -> int:
     return cap
 
 
-def described_costs(odc: OdcConfig, described: Any) -> CostModel:
-    """:func:`cost_model_of` for the model that ``gpt_config`` described."""
+Layers = tuple[Any, bool, bool]
+"""What costs depend on: a shape with Megatron's names (a TransformerConfig, or Megatron's arguments), whether its MLP is gated, and whether
+all layers are recomputed."""
+
+
+def described_layers(described: Any) -> Layers:
+    """Those of the model that ``gpt_config`` described."""
     shape = described.transformer
-    recompute = described.recomputed_layers == shape.num_layers
-    return cost_model_of(odc, shape, gated_mlp=shape.gated_linear_unit, recompute=recompute)
+    return shape, shape.gated_linear_unit, described.recomputed_layers == shape.num_layers
 
 
-def cost_model_of(odc: OdcConfig, shape: Any, *, gated_mlp: bool, recompute: bool) -> CostModel:
-    """``odc.cost_model`` and ``odc.microbatch_cost``; ``attention`` counts the FLOPs of the model's layers, its head left out: only target
-    positions reach it. ``shape`` has Megatron's names: a TransformerConfig, or Megatron's arguments."""
+def cost_model_of(odc: OdcConfig, layers: Callable[[], Layers]) -> CostModel:
+    """``odc.cost_model`` and ``odc.microbatch_cost``; ``attention`` asks for the model's ``layers`` and counts their FLOPs, its head left
+    out: only target positions reach it."""
     if odc.cost_model != "attention":
         return CostModel.from_config(odc.cost_model, microbatch_cost=odc.microbatch_cost)
+    shape, gated_mlp, recompute = layers()
     return CostModel.from_model_shape(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,

@@ -67,7 +67,7 @@ class ArmTrainer:
 
         args, comm = self.backend_args, self._checked.comm
         meter = Meter(torch.device("cuda" if args.distributed_backend == "nccl" else "cpu"))
-        cost_model = cost_model_of(comm.odc, args, gated_mlp=args.swiglu, recompute=args.recompute_granularity == "full")
+        cost_model = cost_model_of(comm.odc, lambda: (args, args.swiglu, args.recompute_granularity == "full"))
         self._reporter = StepReporter(comm.arm, meter, args.log_interval, args.train_iters)
         self._loop = ArmLoop(comm, self._reporter, meter)
         self._planning: dict[str, Any] = {"policy": policy_of(comm.arm), "cost_model": cost_model}

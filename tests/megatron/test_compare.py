@@ -18,7 +18,7 @@ from primus_odc.megatron.compare_job import arm_params
 from primus_odc.report.ladder import free_ms, lockstep_ms
 from primus_odc.report.result import ComparisonResult
 from tests.forked_ranks import main_with_forked_ranks
-from tests.megatron.test_local_ranks import ROOT, children, gone
+from tests.megatron.test_local_ranks import ROOT, children, end_by, gone
 from tests.workers import Program
 
 SMOKE = ROOT / "configs" / "smoke.yaml"
@@ -143,13 +143,7 @@ def test_a_killed_rank_is_named_and_nothing_stays(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_an_interrupted_comparison_says_so_and_leaves_no_rank(tmp_path: Path) -> None:
     process = forked(tmp_path, "--steps", "10000")
-    try:
-        process.until("\nstep ", 100)
-        ranks = children(process.pid)
-        process.send(signal.SIGINT)
-        process.wait(60)
-    finally:
-        process.kill()
+    ranks = end_by(signal.SIGINT, process, "\nstep ", within_s=100, ends_in_s=60)
     assert process.returncode == 130
     assert process.stderr.endswith("primus-odc: interrupted\n") and "Traceback" not in process.stderr
     assert len(ranks) == RANKS and all(gone(pid) for pid in ranks)

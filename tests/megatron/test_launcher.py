@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from primus_odc.megatron.launcher import main
-from tests.megatron.test_local_ranks import children, gone
+from tests.megatron.test_local_ranks import end_by, gone
 from tests.megatron.test_train_command import DATA, SMOKE, TIMEOUT_S, environment
 from tests.workers import Program
 
@@ -48,13 +48,7 @@ def test_the_reason_stands_below_the_report_of_torchrun(program: str, code: int,
 def test_a_signal_is_told_without_a_traceback(sent: signal.Signals, told: str, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(SLEEP)
     launcher = start(tmp_path, str(tmp_path / "rank.py"), ranks=1)
-    try:
-        launcher.until("sleeping", 50)
-        ranks = children(launcher.pid)
-        launcher.send(sent)
-        launcher.wait(20)
-    finally:
-        launcher.kill()
+    ranks = end_by(sent, launcher, "sleeping", within_s=50, ends_in_s=20)
     assert launcher.returncode == 128 + sent
     assert launcher.stderr.endswith(f"\nprimus-odc: {told}\n") and "SignalException" not in launcher.stderr
     assert len(ranks) == 1 and gone(ranks[0])
@@ -76,13 +70,7 @@ def test_unusable_data_have_the_last_word(tmp_path: Path) -> None:
 def test_interrupted_training_says_so_once_and_leaves_no_rank(arm: str, tmp_path: Path) -> None:
     words = ("--comm_backend", arm, *DATA, "--eval_iters", "0", "--train_iters", "9000", "--lr_decay_iters", "9000")
     launcher = start(tmp_path, "-m", "primus_odc", "train", str(SMOKE), *words)
-    try:
-        launcher.until("step 2/", TIMEOUT_S - 40)
-        ranks = children(launcher.pid)
-        launcher.send(signal.SIGINT)
-        launcher.wait(40)
-    finally:
-        launcher.kill()
+    ranks = end_by(signal.SIGINT, launcher, "step 2/", within_s=TIMEOUT_S - 40, ends_in_s=40)
     assert launcher.returncode == 130
     assert launcher.stderr.endswith("\nprimus-odc: interrupted\n") and launcher.stderr.count("interrupted") == 1
     assert "Traceback" not in launcher.stderr, launcher.stderr

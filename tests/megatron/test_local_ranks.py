@@ -12,6 +12,7 @@ import pytest
 from primus_odc.errors import OdcError
 from primus_odc.megatron import local_ranks
 from primus_odc.megatron.local_ranks import run_ranks
+from tests.workers import Program
 
 PROGRAM = "tests.megatron.rank_program"
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,18 @@ def pids(folder: Path, world_size: int) -> list[int]:
 def children(pid: int) -> list[int]:
     """Process ids of the children of a process."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def end_by(number: signal.Signals, program: Program, said: str, *, within_s: float, ends_in_s: float) -> list[int]:
+    """Send ``program`` a signal as soon as it has said ``said``, and wait for its end; the children that it had."""
+    try:
+        program.until(said, within_s)
+        ranks = children(program.pid)
+        program.send(number)
+        program.wait(ends_in_s)
+    finally:
+        program.kill()
+    return ranks
 
 
 def gone(pid: int) -> bool:

@@ -19,7 +19,7 @@ from primus_odc.cli import main
 from primus_odc.errors import ConfigError
 from primus_odc.megatron.command import QUIET_S, add_train_arguments, run_train
 from primus_odc.report.logs import read_step_log
-from tests.megatron.test_local_ranks import children, gone
+from tests.megatron.test_local_ranks import children, end_by, gone
 from tests.workers import Program
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
@@ -156,12 +156,7 @@ def test_unusable_data_are_told_without_a_traceback(tmp_path: Path) -> None:
 @pytest.mark.timeout(TIMEOUT_S)
 def test_one_process_that_is_interrupted_says_so(tmp_path: Path) -> None:
     alone = start(tmp_path, "--comm_backend", "odc_nopad", *DATA, "--eval_iters", "0", "--train_iters", "9000", "--lr_decay_iters", "9000")
-    try:
-        alone.until("step 2/", TIMEOUT_S - 30)
-        alone.send(signal.SIGINT)
-        alone.wait(20)
-    finally:
-        alone.kill()
+    end_by(signal.SIGINT, alone, "step 2/", within_s=TIMEOUT_S - 30, ends_in_s=20)
     assert alone.returncode == 130
     assert alone.stderr.endswith("primus-odc: interrupted\n") and "Traceback" not in alone.stderr
 
