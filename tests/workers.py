@@ -48,7 +48,8 @@ def run_workers(
     first: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """``[function(rank, world_size, *args) for every rank]``, each in its own process with gloo initialised, with ``gpu`` NCCL too and a
-    GPU each; ``first(rank)`` is called before that.
+    GPU each; ``first(rank)`` is called before that. Where there are fewer GPUs than ranks, ranks share them, and gloo serves them there
+    (NCCL 2.29 and before takes no two ranks of one GPU).
 
     Raises:
         WorkerFailedError: some worker raised, died or did not end in time; all are ended then.
@@ -106,11 +107,17 @@ def _main(
     try:
         if first is not None:
             first(rank)
+        backend = "gloo"
         if gpu:
-            torch.cuda.set_device(rank)
+            found = torch.cuda.device_count()
+            torch.cuda.set_device(rank % found)
+            backend = "cpu:gloo,cuda:nccl"
+            if found < world_size:
+                backend = "cpu:gloo,cuda:gloo"
+                os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         _use_one_gloo_thread()
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if gpu else "gloo",
+            backend,
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,

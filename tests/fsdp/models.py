@@ -87,7 +87,15 @@ def reference_gradients(model: nn.Module, step: int, counts: list[int]) -> dict[
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The whole of a sharded tensor, on every rank (collective)."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    if mesh.device_type == "cpu" or dist.get_world_size() <= torch.cuda.device_count():
+        return tensor.full_tensor()
+    pieces: list[Any] = [None] * mesh.size(mesh.ndim - 1)  # ranks that share a GPU have gloo, whose functional all-gather takes CPU tensors
+    dist.all_gather_object(pieces, tensor.to_local().cpu(), mesh.get_group(mesh.ndim - 1))
+    return torch.cat(pieces).to(tensor.device)
 
 
 def worst_relative_error(model: nn.Module, reference: dict[str, torch.Tensor]) -> float:

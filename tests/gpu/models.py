@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,15 +12,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+
+from tests.fsdp.models import full as whole
 
 WIDTH = 512
 
 
-def require_gpus(count: int) -> None:
-    """Skip a test on a machine with fewer GPUs."""
-    if torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} GPU(s), this machine has {torch.cuda.device_count()}")
+def require_gpus(count: int, shared: bool = True) -> None:
+    """Skip a test on a machine with fewer GPUs. ``SHARE_GPUS=1`` in the environment lets ranks share them, in tests that need neither
+    NCCL nor a GPU of their own (``shared``): what no stream may do is wait for a peer, so that it does not matter."""
+    found = torch.cuda.device_count()
+    if found < count and not (shared and found and os.environ.get("SHARE_GPUS") == "1"):
+        pytest.skip(f"needs {count} GPU(s), this machine has {found}")
 
 
 class Wide(nn.Module):
@@ -70,10 +74,6 @@ def reference(model: Wide, step: int, counts: list[int]) -> dict[str, torch.Tens
         for index in range(count):
             loss(model, inputs(step, rank, index).double()).backward()
     return {name: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def worst_error(model: nn.Module, expected: dict[str, torch.Tensor]) -> float:

@@ -25,7 +25,7 @@ def open_memory(rank: int, world_size: int, folder: str, layout: str, nbytes: in
     store = dist.PrefixStore("shmem", dist.FileStore(f"{folder}/shmem", world_size))
     nodes = [0] * world_size if layout == "mapped" else list(range(world_size))
     names = [f"rank {r}" for r in range(world_size)]
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     return ShmemMemory("nvshmem", nbytes, rank, names, nodes, store, device, timeout_s=TIMEOUT_S)
 
 

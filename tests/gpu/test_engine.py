@@ -126,7 +126,7 @@ def like_stock(rank: int, world_size: int, accumulate: str) -> list[float]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("accumulate", ["local", "owner"])
 def test_mixed_precision_equals_stock_fsdp2(accumulate: str) -> None:
-    require_gpus(2)
+    require_gpus(2, shared=False)
     for worst in run_workers(like_stock, 2, accumulate, timeout_s=110, gpu=True):
         assert max(worst) <= 1e-5, worst
 

@@ -61,7 +61,7 @@ def added(rank: int, world_size: int, options: dict[str, Any], beside_another: b
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("accumulate", ["local", "owner"])
 def test_the_engine_adds_what_its_formula_says(accumulate: str) -> None:
-    require_gpus(2)
+    require_gpus(2, shared=False)
     options = {"accumulate": accumulate, "parameters": "reshard"}
     for found in run_workers(added, 2, options, timeout_s=160, gpu=True):
         for formula, measured in found:

@@ -38,7 +38,7 @@ def delivered_early(rank: int, world_size: int, accumulate: str) -> list[tuple[f
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("accumulate", ["local", "owner"])
 def test_most_of_the_settle_is_hidden_behind_backward(accumulate: str) -> None:
-    require_gpus(2)
+    require_gpus(2, shared=False)
     ranks = run_workers(delivered_early, 2, accumulate, timeout_s=130, gpu=True)
     shares = [share for found in ranks for share, _ in found]
     assert sorted(shares)[len(shares) // 2] >= 0.5, shares

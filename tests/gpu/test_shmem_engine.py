@@ -1,5 +1,5 @@
 """The engine on NVSHMEM (``odc.transport: nvshmem``), with GPUs of one machine taken for nodes: what crosses between them goes through the
-library's calls. Two GPUs are two nodes, four are two nodes of two.
+library's calls. Two GPUs are two nodes, four are two nodes of two; with ``SHARE_GPUS=1`` a GPU serves several ranks, of both nodes.
 
 The cases are those of the other GPU tests, with every engine on that transport. They need the native module, which
 ``bash scripts/test_shmem.sh build engine`` makes and which runs them. No network card is there.
@@ -44,8 +44,8 @@ def over_library(rank: int, world_size: int, function: Callable[..., Any], *args
         return function(rank, world_size, *args)
 
 
-def run(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 160) -> list[Any]:
-    require_gpus(world_size)
+def run(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 160, shared: bool = True) -> list[Any]:
+    require_gpus(world_size, shared)
     if importlib.util.find_spec("primus_odc.symmetric.shmem._nvshmem") is None:
         pytest.skip("needs the native module: scripts/test_shmem.sh builds it")
     return run_workers(over_library, world_size, function, *args, timeout_s=timeout_s, gpu=True)
@@ -119,7 +119,7 @@ def test_a_killed_rank_is_named(world_size: int) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_most_of_the_settle_is_hidden_behind_backward(world_size: int) -> None:
-    ranks = run(test_overlap.delivered_early, world_size, "local")
+    ranks = run(test_overlap.delivered_early, world_size, "local", shared=False)
     shares = [share for found in ranks for share, _ in found]
     print("shares of the settle that were over before backward was:", shares)
     assert sorted(shares)[len(shares) // 2] >= 0.8, shares
@@ -198,7 +198,7 @@ GRANULE = 16 << 20
 @pytest.mark.timeout(180)
 def test_the_engine_adds_what_its_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSHMEM_CUMEM_GRANULARITY", str(GRANULE))  # by which the library's heap grows
-    for found in run(test_memory.added, 2, {"parameters": "reshard"}, True):
+    for found in run(test_memory.added, 2, {"parameters": "reshard"}, True, shared=False):
         for formula, measured in found:
             assert abs(measured - formula) <= TOLERANCE * formula + GRANULE + 4 * PAGE, found
 
@@ -216,7 +216,7 @@ def what_the_library_takes(rank: int, world_size: int) -> tuple[int, int]:
 
 @pytest.mark.timeout(180)
 def test_what_the_library_keeps_is_in_the_formula() -> None:
-    for formula, measured in run(what_the_library_takes, 2):
+    for formula, measured in run(what_the_library_takes, 2, shared=False):
         print(f"first engine: {measured / 2**20:.0f} MiB measured, {formula / 2**20:.0f} MiB by the formula")
         # Beside the heap: the context's own memory for the library's and our kernels.
         assert measured <= formula + (256 << 20), (formula, measured)
@@ -255,7 +255,7 @@ def test_owner_mode_is_refused() -> None:
 
 @pytest.mark.timeout(180)
 def test_a_script_that_ends_leaves_a_zero_exit_status() -> None:
-    require_gpus(2)
+    require_gpus(2, shared=False)
     if importlib.util.find_spec("primus_odc.symmetric.shmem._nvshmem") is None:
         pytest.skip("needs the native module: scripts/test_shmem.sh builds it")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.gpu.shmem_script"]

@@ -2,7 +2,8 @@
 
 They need the native module: ``bash scripts/test_shmem.sh`` builds it in the checkout, runs these, the same under compute-sanitizer and the
 comparison with NCCL. Each case runs twice: with the peers' memory mapped, and with every rank as a node of its own, so that data go through
-the library's calls, as they do between nodes. The network itself is not there: one host has none between its GPUs.
+the library's calls, as they do between nodes. The network itself is not there: one host has none between its GPUs. With ``SHARE_GPUS=1``
+a GPU serves several ranks.
 """
 
 from __future__ import annotations

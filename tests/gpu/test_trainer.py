@@ -34,7 +34,7 @@ def train_all(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(180)
 def test_all_arms_train_the_fp64_reference() -> None:
-    require_gpus(2)
+    require_gpus(2, shared=False)
     first, second = run_workers(train_all, 2, timeout_s=160, gpu=True)
     for name in ARMS:
         for a, b in zip(first[name], second[name], strict=True):
@@ -58,7 +58,7 @@ def count_collectives(rank: int, world_size: int) -> dict[str, list[int]]:
 
 @pytest.mark.timeout(180)
 def test_a_step_on_demand_has_two_collectives() -> None:
-    require_gpus(2)
+    require_gpus(2, shared=False)
     for called in run_workers(count_collectives, 2, timeout_s=160, gpu=True):
         assert called == {"odc_pad": [2, 2], "odc_nopad": [2, 2]}
 
@@ -92,7 +92,7 @@ def without_waiting(rank: int, world_size: int) -> None:
 
 @pytest.mark.timeout(180)
 def test_the_host_does_not_wait_for_the_device_between_settle_and_optimizer() -> None:
-    require_gpus(2)
+    require_gpus(2, shared=False)
     run_workers(without_waiting, 2, timeout_s=160, gpu=True)
 
 
@@ -114,7 +114,7 @@ def not_finite(rank: int, world_size: int) -> None:
 
 @pytest.mark.timeout(180)
 def test_numbers_that_are_not_finite_update_nothing() -> None:
-    require_gpus(2)
+    require_gpus(2, shared=False)
     run_workers(not_finite, 2, timeout_s=160, gpu=True)
 
 
@@ -145,13 +145,13 @@ def resumed(rank: int, world_size: int) -> float:
 
 @pytest.mark.timeout(180)
 def test_a_run_continues_from_its_checkpoint() -> None:
-    require_gpus(2)
+    require_gpus(2, shared=False)
     assert max(run_workers(resumed, 2, timeout_s=160, gpu=True)) <= 1e-5
 
 
 @pytest.mark.timeout(300)
 def test_the_comparison_runs_on_gpus(tmp_path: Path) -> None:
-    require_gpus(2)
+    require_gpus(2, shared=False)
     words = ["--distributed_backend", "nccl", "--odc.transport", "auto", f"--data_cache_path={tmp_path / 'cache'}"]
     done = subprocess.run(
         [sys.executable, "-m", "primus_odc", "compare", "configs/smoke.yaml", "--nproc", "2", "--steps", "4", *words]
