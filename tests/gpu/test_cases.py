@@ -28,7 +28,8 @@ from tests.workers import WorkerFailedError, run_workers
 
 MS = 2_000_000
 """Cycles of a device in about a millisecond."""
-COUNTS = [[3, 0], [0, 2], [1, 2], [2, 1], [4, 1], [1, 1]]
+COUNTS = [[3, 0, 1, 0], [0, 2, 0, 0], [1, 2, 3, 1], [2, 1, 0, 2], [4, 1, 1, 0], [1, 1, 1, 1]]
+"""Microbatches of each of four ranks; two take the first columns."""
 
 
 def lanes_of(engine: Engine) -> list[Any]:
@@ -53,7 +54,8 @@ def runs_ahead(rank: int, world_size: int, options: dict[str, Any]) -> list[floa
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # 1e-3 comes near the minimum, see loss
     chance = random.Random(rank)
     errors = []
-    for step, counts in enumerate(4 * COUNTS):
+    for step, row in enumerate(4 * COUNTS):
+        counts = row[:world_size]
         double.load_state_dict({k: whole(v).double() for k, v in model.state_dict().items()})
         engine.begin_minibatch(counts[rank])
         for index in range(counts[rank]):
@@ -73,10 +75,11 @@ def runs_ahead(rank: int, world_size: int, options: dict[str, Any]) -> list[floa
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("accumulate", ["local", "owner"])
 @pytest.mark.parametrize("parameters", ["reshard", "resident"])
-def test_t16_a_rank_that_runs_ahead_meets_no_older_or_newer_data(accumulate: str, parameters: str) -> None:
-    require_gpus(2)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_t16_a_rank_that_runs_ahead_meets_no_older_or_newer_data(accumulate: str, parameters: str, world_size: int) -> None:
+    require_gpus(world_size)
     options = {"accumulate": accumulate, "parameters": parameters}
-    for errors in run_workers(runs_ahead, 2, options, timeout_s=160, gpu=True):
+    for errors in run_workers(runs_ahead, world_size, options, timeout_s=160, gpu=True):
         assert max(errors) <= 1e-6, errors
 
 
@@ -132,10 +135,11 @@ def same_bits(rank: int, world_size: int, seeds: int) -> list[int]:
 
 
 @pytest.mark.timeout(240)
-def test_t17_random_delays_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_gpus(2)
+@pytest.mark.parametrize(("world_size", "seeds"), [(2, 150), (4, 50)])
+def test_t17_random_delays_change_no_bit(world_size: int, seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_gpus(world_size)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert run_workers(same_bits, 2, 150, timeout_s=220, gpu=True) == [[], []]
+    assert run_workers(same_bits, world_size, seeds, timeout_s=220, gpu=True) == [[]] * world_size
 
 
 def dies(rank: int, world_size: int, where: str) -> str:
@@ -236,7 +240,8 @@ def large_shards(rank: int, world_size: int, accumulate: str) -> list[str]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("accumulate", ["local", "owner"])
-def test_t31_large_shards_with_a_delayed_reader(accumulate: str) -> None:
-    require_gpus(2)
-    for wrong in run_workers(large_shards, 2, accumulate, timeout_s=160, gpu=True):
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_t31_large_shards_with_a_delayed_reader(accumulate: str, world_size: int) -> None:
+    require_gpus(world_size)
+    for wrong in run_workers(large_shards, world_size, accumulate, timeout_s=160, gpu=True):
         assert wrong == []

@@ -66,7 +66,7 @@ def many_minibatches(rank: int, world_size: int, options: dict[str, Any]) -> lis
     torch.backends.cuda.matmul.allow_tf32 = False
     model, double = shard_wide(wide()), wide(dtype=torch.float64)
     engine = primus_odc.attach(model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # 1e-3 comes near the minimum, see loss
     dawdle = torch.Generator().manual_seed(rank)
     errors = []
     for step, counts in enumerate(3 * WIDE[world_size]):
@@ -327,10 +327,12 @@ def killed(rank: int, world_size: int, accumulate: str) -> str:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("accumulate", ["local", "owner"])
-def test_a_killed_rank_is_named(accumulate: str) -> None:
-    require_gpus(2)
+def test_a_killed_rank_is_named(accumulate: str, world_size: int) -> None:
+    require_gpus(world_size)
     with pytest.raises(WorkerFailedError) as failed:
-        run_workers(killed, 2, accumulate, timeout_s=100, gpu=True)
+        run_workers(killed, world_size, accumulate, timeout_s=100, gpu=True)
     assert failed.value.codes[1] == -signal.SIGKILL
-    assert "rank 1 died (its process ended without a goodbye)" in failed.value.tracebacks[0]
+    for rank in set(range(world_size)) - {1}:
+        assert "rank 1 died (its process ended without a goodbye)" in failed.value.tracebacks[rank]

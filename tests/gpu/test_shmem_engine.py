@@ -74,16 +74,18 @@ def test_one_node_needs_no_network(world_size: int) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("parameters", ["reshard", "resident"])
-def test_a_rank_that_runs_ahead_meets_no_older_or_newer_data(parameters: str) -> None:
-    for errors in run(test_cases.runs_ahead, 2, {"parameters": parameters}):
+def test_a_rank_that_runs_ahead_meets_no_older_or_newer_data(parameters: str, world_size: int) -> None:
+    for errors in run(test_cases.runs_ahead, world_size, {"parameters": parameters}):
         assert max(errors) <= 1e-6, errors
 
 
 @pytest.mark.timeout(240)
-def test_random_delays_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_random_delays_change_no_bit(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert run(test_cases.same_bits, 2, 40, timeout_s=220) == [[], []]
+    assert run(test_cases.same_bits, world_size, 40, timeout_s=220) == [[]] * world_size
 
 
 @pytest.mark.timeout(180)
