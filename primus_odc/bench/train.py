@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from primus_odc.bench.shapes import SHAPES
 from primus_odc.bench.stations import Stations
 from primus_odc.bench.trace import trace_point
 from primus_odc.bench.visit import Runner, visit
+from primus_odc.errors import OdcError
 from primus_odc.megatron.collector import collecting_between_steps
 from primus_odc.megatron.compare_rank import tell
 
@@ -94,7 +96,8 @@ class _Point:
             return False
         longest = max(tokens for block in self.blocks for arm in self._arms for tokens in _tokens(block[arm.name]))
         for arm in self._arms:
-            self._warm_up(arm, longest)
+            with saying_what_does_not_fit(f"{self.name}, {arm.name}"):
+                self._warm_up(arm, longest)
         gc.collect()
         gc.freeze()  # the models are here to stay: what is collected between visits is small then
         slowest_s = 0.0
@@ -104,7 +107,8 @@ class _Point:
             begin = time.monotonic()
             arms = self._arms if number % 2 == 0 else self._arms[::-1]
             for arm in arms:
-                self._visit(arm, block[arm.name], number)
+                with saying_what_does_not_fit(f"{self.name}, {arm.name}"):
+                    self._visit(arm, block[arm.name], number)
             slowest_s = max(slowest_s, time.monotonic() - begin)
             tell(f"{self.name}, block {number + 1}/{len(self.blocks)}, ms: {self._latest(len(block[arms[0].name]))}")
         return True
@@ -220,6 +224,21 @@ class _Point:
         over = [self._job.budget_s > 0 and time.monotonic() - started + block_s > self._job.budget_s]
         dist.broadcast_object_list(over, src=0)
         return bool(over[0])
+
+
+@contextmanager
+def saying_what_does_not_fit(what: str) -> Iterator[None]:
+    """
+    Raises:
+        OdcError: ``torch.OutOfMemoryError``, with what fills the memory and what to change.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OdcError(
+            f"rank {dist.get_rank()}: {what} does not fit into this GPU beside the models of the other arms ({error}). Name fewer --arms "
+            f"in a call (results add up in one file), or set --share-model (which excludes --optimizer graph), --layers, or a smaller cap"
+        ) from error
 
 
 def _tokens(minibatches: Sequence[BenchMinibatch]) -> list[int]:
