@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -90,17 +93,32 @@ def _in_primus(job: Job, config: str, primus_path: str) -> Run:
         )
     params = {**experiment.params, "world_size": job.world()}
     kind = _kind(experiment)
+    problems = Problems()
     if params.get("comm_backend") is not None or params.get("stage") == f"odc_{kind}":
         arguments = SimpleNamespace(**{key: _namespace(value) for key, value in params.items()})
-        problems = Problems()
         checked = problems.of(lambda: check(arguments, kind))
         problems.of(lambda: _require_gpus(job))
-        problems.raise_any()
-        assert checked is not None
-        comm = checked.comm
+        comm = checked.comm if checked is not None else None
     else:
-        comm = parse_odc(params)
+        comm = problems.of(lambda: parse_odc(params))
+    if kind == "pretrain":
+        problems.of(_require_data_helpers)
+    problems.raise_any()
+    assert comm is not None
     return Run(comm=comm, params=params, device_type="cuda", kind=kind)
+
+
+def _require_data_helpers() -> None:
+    """Megatron's datasets need a compiled module. Megatron makes it when it starts, but not under Primus (disable_compile_dependencies),
+    of which only primus-cli makes it, in a hook. Without it a run ends late, with "MockGPTDataset failed to build" or a missing module."""
+    found = importlib.util.find_spec("megatron.core")
+    if found is None or found.origin is None:
+        return  # told by the check of Megatron-LM
+    folder = Path(found.origin).parent / "datasets"
+    if not any((folder / f"helpers_cpp{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
+        module = f"helpers_cpp{EXTENSION_SUFFIXES[0]}"
+        problem = f"{folder} has no {module}, which Megatron's datasets for pretraining need and Primus does not compile"
+        raise ConfigError([f"{problem}: run make -C {folder} (needs a C++ compiler and pip install pybind11)"])
 
 
 def _kind(experiment: Experiment) -> Kind:

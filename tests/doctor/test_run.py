@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import sysconfig
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from primus_odc.config import parse_odc
 from primus_odc.doctor import run
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
-from primus_odc.experiment import Experiment
+from primus_odc.experiment import Experiment, load_experiment
 from primus_odc.symmetric.shmem.code_object import detect_nic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +55,21 @@ def test_every_wrong_key_is_told() -> None:
     told = "\n".join(problems(run.check_run(Job(config=CPU, overrides=words))))
     for expected in ("enable_odc", "did you mean 'odc_nopad'", "did you mean 'mori'", "lr "):
         assert expected in told, told
+
+
+def test_pretraining_in_primus_needs_megatrons_compiled_helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "megatron/core/datasets"
+    folder.mkdir(parents=True)
+    megatron = ModuleSpec("megatron.core", None, origin=str(tmp_path / "megatron/core/__init__.py"))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: megatron if name == "megatron.core" else find(name))
+    in_primus = replace(load_experiment(CPU), module_name="pre_trainer", self_contained=False, params={"lr": 1.0})
+    monkeypatch.setattr(run, "load_experiment", lambda *args, **options: in_primus)
+    job = Job(config="x.yaml", ranks=1, primus_path="primus")
+    (told,) = problems(run.check_run(job))
+    assert f"{folder} has no helpers_cpp" in told and f"run make -C {folder}" in told
+    (folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}").touch()
+    assert problems(run.check_run(job)) == []
 
 
 def test_a_transport_that_does_not_reach_the_tensors() -> None:
