@@ -34,7 +34,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, world, rank == 0)
     names = [f"rank {r}" for r in range(world)]
-    memory = ShmemMemory("nvshmem", max(SIZES), rank, names, [0] * world, store, device, timeout_s=120)
+    memory = ShmemMemory("mori" if torch.version.hip else "nvshmem", max(SIZES), rank, names, [0] * world, store, device, timeout_s=120)
     memory.arena.view(torch.float32).uniform_(-1, 1)
     rows = []
     for nbytes in SIZES:

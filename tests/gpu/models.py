@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from primus_odc.symmetric.shmem.extension import Library
 from tests.fsdp.models import full as whole
 
 WIDTH = 512
+SHMEM: Library = "mori" if torch.version.hip else "nvshmem"
+"""The library between nodes for the GPUs of this machine."""
 
 
 def require_gpus(count: int, shared: bool = True) -> None:
@@ -24,6 +28,13 @@ def require_gpus(count: int, shared: bool = True) -> None:
     found = torch.cuda.device_count()
     if found < count and not (shared and found and os.environ.get("SHARE_GPUS") == "1"):
         pytest.skip(f"needs {count} GPU(s), this machine has {found}")
+
+
+def require_shmem(world_size: int, shared: bool = True) -> None:
+    """As :func:`require_gpus`, and skip where the kernels for several nodes were not built."""
+    require_gpus(world_size, shared)
+    if importlib.util.find_spec(f"primus_odc.symmetric.shmem._{SHMEM}") is None:
+        pytest.skip("needs the native module: scripts/test_shmem.sh builds it")
 
 
 class Wide(nn.Module):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from primus_odc.errors import PeerTimeoutError, VerificationError
 from primus_odc.symmetric.shmem.memory import ShmemMemory
 from primus_odc.symmetric.shmem.plan import Read, Signal, Wait, Write
+from tests.gpu.models import SHMEM
 
 MIB = 1 << 20
 GUARD = 0xA5
@@ -26,7 +27,7 @@ def open_memory(rank: int, world_size: int, folder: str, layout: str, nbytes: in
     nodes = [0] * world_size if layout == "mapped" else list(range(world_size))
     names = [f"rank {r}" for r in range(world_size)]
     device = torch.device("cuda", torch.cuda.current_device())
-    return ShmemMemory("nvshmem", nbytes, rank, names, nodes, store, device, timeout_s=TIMEOUT_S)
+    return ShmemMemory(SHMEM, nbytes, rank, names, nodes, store, device, timeout_s=TIMEOUT_S)
 
 
 def content(seed: int, nbytes: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import primus_odc
-from tests.gpu.models import inputs, loss, shard_wide, wide
+from tests.gpu.models import SHMEM, inputs, loss, shard_wide, wide
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     rank = dist.get_rank()
     model = shard_wide(wide(depth=2))
-    engine = primus_odc.attach(model, transport="nvshmem", ranks_per_node=1)
+    engine = primus_odc.attach(model, transport=SHMEM, ranks_per_node=1)
     for step in range(2):
         engine.begin_minibatch(1)
         loss(model, inputs(step, rank, 0)).backward()

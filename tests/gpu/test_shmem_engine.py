@@ -1,5 +1,6 @@
-"""The engine on NVSHMEM (``odc.transport: nvshmem``), with GPUs of one machine taken for nodes: what crosses between them goes through the
-library's calls. Two GPUs are two nodes, four are two nodes of two; with ``SHARE_GPUS=1`` a GPU serves several ranks, of both nodes.
+"""The engine on NVSHMEM or MORI (``odc.transport: nvshmem | mori``), with GPUs of one machine taken for nodes: what crosses between them
+goes through the library's calls. Two GPUs are two nodes, four are two nodes of two; with ``SHARE_GPUS=1`` a GPU serves several ranks, of
+both nodes.
 
 The cases are those of the other GPU tests, with every engine on that transport. They need the native module, which
 ``bash scripts/test_shmem.sh build engine`` makes and which runs them. No network card is there.
@@ -7,7 +8,6 @@ The cases are those of the other GPU tests, with every engine on that transport.
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +24,7 @@ import primus_odc
 from primus_odc.errors import OdcError
 from primus_odc.symmetric.shmem.write_order import ALL_DEVICES, OWNER, can_flush, flush_writes, writes_ordering
 from tests.gpu import test_cases, test_engine, test_memory, test_nodes, test_overlap
-from tests.gpu.models import inputs, loss, reference, require_gpus, shard_wide, wide, worst_error
+from tests.gpu.models import SHMEM, inputs, loss, reference, require_gpus, require_shmem, shard_wide, wide, worst_error
 from tests.gpu.test_memory import PAGE, TOLERANCE, in_use
 from tests.workers import WorkerFailedError, run_workers
 
@@ -33,21 +33,19 @@ WORLDS = [2, 4]
 
 
 def over_library(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """``function`` with every engine of this rank on NVSHMEM, spread over two nodes."""
+    """``function`` with every engine of this rank on the library, spread over two nodes."""
     attach = primus_odc.attach
 
     def attach_on_library(model: Any, **options: Any) -> Any:
         options.pop("accumulate", None)
-        return attach(model, **{"transport": "nvshmem", "ranks_per_node": world_size // 2, **options})
+        return attach(model, **{"transport": SHMEM, "ranks_per_node": world_size // 2, **options})
 
     with mock.patch.object(primus_odc, "attach", attach_on_library):
         return function(rank, world_size, *args)
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 160, shared: bool = True) -> list[Any]:
-    require_gpus(world_size, shared)
-    if importlib.util.find_spec("primus_odc.symmetric.shmem._nvshmem") is None:
-        pytest.skip("needs the native module: scripts/test_shmem.sh builds it")
+    require_shmem(world_size, shared)
     return run_workers(over_library, world_size, function, *args, timeout_s=timeout_s, gpu=True)
 
 
@@ -243,7 +241,7 @@ def test_the_library_serves_one_set_of_ranks() -> None:
 
 def refused_owner(rank: int, world_size: int) -> str:
     with pytest.raises(OdcError) as caught:
-        primus_odc.attach(shard_wide(wide(depth=1)), transport="nvshmem", accumulate="owner")
+        primus_odc.attach(shard_wide(wide(depth=1)), transport=SHMEM, accumulate="owner")
     dist.barrier()
     return str(caught.value)
 
@@ -252,14 +250,12 @@ def refused_owner(rank: int, world_size: int) -> str:
 def test_owner_mode_is_refused() -> None:
     require_gpus(2)
     for said in run_workers(refused_owner, 2, timeout_s=100, gpu=True):
-        assert "odc.accumulate: local (or auto)" in said or "PRIMUS_ODC_BUILD=nvshmem" in said
+        assert "odc.accumulate: local (or auto)" in said or f"PRIMUS_ODC_BUILD={SHMEM}" in said
 
 
 @pytest.mark.timeout(180)
 def test_a_script_that_ends_leaves_a_zero_exit_status() -> None:
-    require_gpus(2, shared=False)
-    if importlib.util.find_spec("primus_odc.symmetric.shmem._nvshmem") is None:
-        pytest.skip("needs the native module: scripts/test_shmem.sh builds it")
+    require_shmem(2, shared=False)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.gpu.shmem_script"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=ROOT)
     assert done.returncode == 0 and done.stdout.count("trained") == 2, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The kernels of csrc/ over NVSHMEM on GPUs of one host, each against plain torch or numpy (tests/gpu/shmem_ranks.py).
+"""The kernels of csrc/ over NVSHMEM or MORI on GPUs of one host, each against plain torch or numpy (tests/gpu/shmem_ranks.py).
 
 They need the native module: ``bash scripts/test_shmem.sh`` builds it in the checkout, runs these, the same under compute-sanitizer and the
 comparison with NCCL. Each case runs twice: with the peers' memory mapped, and with every rank as a node of its own, so that data go through
@@ -8,7 +8,6 @@ a GPU serves several ranks.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from tests.gpu import shmem_ranks
-from tests.gpu.models import require_gpus
+from tests.gpu.models import SHMEM, require_shmem
 from tests.workers import run_workers
 
 MIB = shmem_ranks.MIB
@@ -29,9 +28,7 @@ WORLDS = [2, 4]
 
 
 def run(function: Any, world_size: int, folder: Path, *args: Any, timeout_s: float = 220) -> None:
-    require_gpus(world_size)
-    if importlib.util.find_spec("primus_odc.symmetric.shmem._nvshmem") is None:
-        pytest.skip("needs the native module: scripts/test_shmem.sh builds it")
+    require_shmem(world_size)
     assert run_workers(function, world_size, str(folder), *args, timeout_s=timeout_s, gpu=True) == [[]] * world_size
 
 
@@ -81,11 +78,9 @@ def test_failures_are_told_and_nothing_follows(tmp_path: Path) -> None:
 
 
 def test_the_module_tells_its_library() -> None:
-    require_gpus(1)
-    if importlib.util.find_spec("primus_odc.symmetric.shmem._nvshmem") is None:
-        pytest.skip("needs the native module: scripts/test_shmem.sh builds it")
+    require_shmem(1)
     from primus_odc.symmetric.shmem.extension import load_extension
 
     assert torch.cuda.is_available()
-    module = load_extension("nvshmem")
-    assert not module.initialized() and module.built_version()[0] == "3"
+    module = load_extension(SHMEM)
+    assert not module.initialized() and module.built_version()[0].isdigit()
