@@ -219,3 +219,10 @@ def test_missing_packages_are_named_and_not_installed(launch: Launch, tmp_path: 
     assert f"{bare} has no primus_odc and torch, and a run with a config installs nothing" in result.stderr
     calls = (tmp_path / "calls").read_text()
     assert calls.startswith("-c ") and "-m" not in calls.split()
+
+
+def test_the_gpu_tests_are_refused_where_torch_sees_no_gpu() -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    script = ROOT / "scripts" / "test_gpu.sh"
+    result = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=50)
+    assert result.returncode == 2 and "torch sees no GPU" in result.stderr and "set PYTHON" in result.stderr
