@@ -33,7 +33,7 @@ def tiny(rank: int, world_size: int) -> dict[str, float]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_gradients_equal_one_process(world_size: int) -> None:
     require_gpus(world_size)
     for errors in run_workers(tiny, world_size, timeout_s=220, gpu=True):

@@ -50,7 +50,7 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [*WORLDS, 8])
 def test_gradients_equal_one_process(world_size: int) -> None:
     for errors in run(test_nodes.tiny, world_size, timeout_s=220):
         assert {case: error for case, error in errors.items() if not error <= 1e-6} == {}
