@@ -165,6 +165,8 @@ def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
         (["--train_itres", "3"], "train_iters"),
         (["--distributed_backend", "nccl"], "gloo"),
         (["odc.timeout=3"], "timeout_s"),
+        (["--odc", "0"], "odc must be a block of keys, but the number 0 was given"),
+        (["--odc", "[timeout_s]"], r"odc must be a block of keys, but the list \['timeout_s'\] was given"),
         (["--sft_dataset_name", "absent.jsonl"], "no such path"),
         # The model's keys are told along.
         (["--lr", "-1", "--num_layers", "0", "--train_itres", "3"], "(?s)3 problems.*train_itres .*num_layers: .*lr is"),
