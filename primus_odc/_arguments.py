@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
+
+
+def repeated(option: str, names: Iterable[str]) -> list[str]:
+    """One sentence where ``option`` names something more than once: what is measured of it would stand under one name."""
+    seen: dict[str, int] = {}
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+    return [f"{option}: {name} stands there {count} times; name each once" for name, count in seen.items() if count > 1]
 
 
 def positive(word: str) -> int:

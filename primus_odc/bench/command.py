@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from primus_odc._arguments import positive
+from primus_odc._arguments import positive, repeated
 from primus_odc.bench.in_primus import add_primus_arguments, run_in_primus
 from primus_odc.bench.job import IDEAL, LENGTHS, ON_DEMAND, STOCK, Job
 from primus_odc.bench.markdown import render
@@ -137,6 +137,9 @@ def _curves(args: argparse.Namespace) -> None:
     problems = []
     if BASELINE not in args.arms:
         problems.append(f"--arms: {BASELINE} is what the others are judged by; name it too")
+    problems += repeated("--arms", args.arms)
+    if set(args.arms) == {BASELINE}:
+        problems.append(f"--arms: {BASELINE} alone leaves nothing to judge; name another arm beside it")
     if args.assignments < 2:
         problems.append(f"--assignments {args.assignments}: a spread needs at least 2")
     if args.of_others > args.assignments:

@@ -26,6 +26,7 @@ import numpy as np
 import yaml
 
 import primus_odc
+from primus_odc._arguments import repeated
 from primus_odc.bench.beside_bench import Point, render_beside
 from primus_odc.bench.job import LENGTHS, SHORTEST, ArmSpec, arm_spec
 from primus_odc.bench.lengths import draw_minibatches
@@ -267,6 +268,7 @@ def _check(job: InPrimus) -> None:
         problems.append(f"--megatron {job.megatron} is no checkout of Megatron-LM")
     if job.script is not None and not job.script.is_file():
         problems.append(f"--script {job.script} is no file")
+    problems += repeated("--arms", (arm.name for arm in job.arms))
     problems += [f"--arms {arm.name}: Primus trains {', '.join(ARMS)}" for arm in job.arms if not _known(arm)]
     if job.folder.exists() and (not job.folder.is_dir() or any(job.folder.iterdir())):
         problems.append(f"--out {job.folder} is there already and not an empty folder")

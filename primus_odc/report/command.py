@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
+from primus_odc._arguments import repeated
 from primus_odc._config_values import nearest
 from primus_odc._locks import lock_folder
 from primus_odc.errors import ConfigError
@@ -114,8 +115,10 @@ def option_problems(args: argparse.Namespace, arms: Sequence[str]) -> list[str]:
     elif args.config is None:
         problems.append("compare needs an experiment YAML to run the arms of, or --from-logs A B")
     problems += [f"--arms: {arm!r} is not known, did you mean {nearest(arm, ARMS)!r}? allowed: {', '.join(ARMS)}" for arm in unknown]
-    if len(set(arms)) != len(arms):
-        problems.append(f"--arms: each arm once, got {', '.join(arms)}")
+    problems += repeated("--arms", arms)
+    if len(set(arms)) < 2 and not unknown:
+        other = arms[0] if arms[0] != "nccl_pad" else "odc_nopad"
+        problems.append(f"--arms: {arms[0]} alone leaves nothing to compare; name at least two, separated by commas, as nccl_pad,{other}")
     if args.output is not None:
         # The first folder that there is, from the named one upwards, decides whether the rest can be made.
         folder = next(path for path in (args.output, *args.output.absolute().parents) if path.exists())

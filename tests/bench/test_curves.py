@@ -61,3 +61,5 @@ def test_curves_of_two_arms_are_written_with_their_verdicts(tmp_path: Path) -> N
 def test_what_cannot_be_judged_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"(?s)3 problems.*nccl_pad is what.*at least 2.*--of-others 2: at most"):
         main(["bench", "curves", str(SMOKE), "--arms", "odc_pad", "--assignments", "1", "--out", "c.json", "--traceback"])
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*nccl_pad stands there 2 times.*nccl_pad alone leaves nothing to judge"):
+        main(["bench", "curves", str(SMOKE), "--arms", "nccl_pad", "nccl_pad", "--out", "c.json", "--traceback"])

@@ -114,6 +114,25 @@ def test_misspelt_arms(arm: str, meant: str) -> None:
         run_compare(parse(["x.yaml", "--arms", f"odc_pad,{arm}"]))
 
 
+@pytest.mark.parametrize(
+    ("arms", "said"),
+    [
+        ("odc_nopad", ["odc_nopad alone leaves nothing to compare; name at least two, separated by commas, as nccl_pad,odc_nopad"]),
+        ("nccl_pad", ["nccl_pad alone leaves nothing to compare; name at least two, separated by commas, as nccl_pad,odc_nopad"]),
+        ("odc_pad,odc_pad", ["odc_pad stands there 2 times; name each once", "odc_pad alone leaves nothing to compare"]),
+        ("odc_pad,nccl_pad,odc_pad", ["odc_pad stands there 2 times; name each once"]),
+        ("best", ["'best' is not known"]),
+        ("", ["'' is not known"]),
+    ],
+)
+def test_arms_that_leave_nothing_to_compare(arms: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    play_arms(monkeypatch, lambda *_, **__: pytest.fail("the arms were run"))
+    with pytest.raises(ConfigError) as refusal:
+        run_compare(parse(["x.yaml", "--arms", arms]))
+    assert len(refusal.value.problems) == len(said)
+    assert all(problem.startswith(f"--arms: {start}") for problem, start in zip(refusal.value.problems, said, strict=True))
+
+
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file is no folder that can be written to"):
