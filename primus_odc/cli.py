@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from primus_odc import __version__
 from primus_odc.errors import OdcError
-from primus_odc.megatron.launcher import leave_reason, started_by_torchrun
+from primus_odc.megatron import launcher
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -69,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def tell(error: OdcError, where: str = "") -> None:
     """One message on stderr, and for torchrun, which has the last word."""
-    print(f"primus-odc: error: {where}{error}", file=sys.stderr, flush=True)
-    leave_reason(f"{where}{error}")
+    launcher.tell(f"error: {where}{error}")
+    launcher.leave_reason(f"{where}{error}")
 
 
 def tell_interrupted() -> None:
     """One message on stderr; of the ranks of torchrun none, since all are interrupted and their launcher says so."""
-    if not started_by_torchrun():
-        print("primus-odc: interrupted", file=sys.stderr, flush=True)
+    if not launcher.started_by_torchrun():
+        launcher.tell(launcher.INTERRUPTED)
 
 
 def _run(words: list[str], traceback: bool) -> int:

@@ -34,6 +34,7 @@ from primus_odc.bench.shapes import SHAPES
 from primus_odc.bench.summary import BASELINE
 from primus_odc.data.stream import epoch_order
 from primus_odc.errors import ConfigError
+from primus_odc.megatron.launcher import tell
 from primus_odc.planning.cost import ATTENTION_TOKENS, CostModel
 from primus_odc.report.logs import StepLog, read_step_log
 
@@ -256,7 +257,7 @@ def run_in_primus(args: argparse.Namespace) -> int:
     if summary.exists():
         print(summary.read_text(encoding="utf-8"))
     for failure in failures:
-        print(f"primus-odc: error: {failure}", file=sys.stderr)
+        tell(f"error: {failure}")
     return 1 if failures else 0
 
 

@@ -6,15 +6,16 @@ import argparse
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 from primus_odc._arguments import repeated
 from primus_odc._config_values import nearest
 from primus_odc._locks import lock_folder
 from primus_odc.errors import ConfigError
+from primus_odc.megatron.launcher import tell
 from primus_odc.report.agreement import disagreements
 from primus_odc.report.html import write_page
 from primus_odc.report.logs import compare_logs, log_path
@@ -63,7 +64,7 @@ def run_compare(args: argparse.Namespace) -> int:
     # Finished runs may differ on purpose, in their learning rates for instance; arms run side by side may not.
     problems = disagreements(result) if args.from_logs is None else []
     for problem in problems:
-        print(f"primus-odc: error: {problem}", file=sys.stderr)
+        tell(f"error: {problem}")
     return 1 if problems else 0
 
 
@@ -77,11 +78,12 @@ def _result(args: argparse.Namespace, arms: Sequence[str], hold: Callable[[], ob
         hold()
         return result
     # The arms need torch and megatron-core; a comparison of logs needs neither.
-    module = importlib.import_module("primus_odc.megatron.compare")
-    run_comparison = cast(Callable[..., ComparisonResult], module.run_comparison)
-    return run_comparison(
-        args.config, overrides=args.overrides, arms=arms, steps=args.steps, nproc=args.nproc, command=command, before_start=hold
-    )
+    run_job = importlib.import_module("primus_odc.megatron.compare").run_job
+    options = {"overrides": args.overrides, "arms": arms, "steps": args.steps, "nproc": args.nproc, "command": command}
+    with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
+        file = Path(folder) / "result.json"
+        run_job(args.config, **options, result=file, before_start=hold)
+        return ComparisonResult.read(file)
 
 
 def _busy(output: Path) -> str:

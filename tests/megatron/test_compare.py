@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from primus_odc._locks import FOLDER_LOCK, lock_folder
 from primus_odc.errors import ConfigError, DataError
-from primus_odc.megatron.compare import run_comparison
+from primus_odc.megatron.compare import run_job
 from primus_odc.megatron.compare_job import arm_params
 from primus_odc.report.ladder import free_ms, lockstep_ms
 from primus_odc.report.result import ComparisonResult
@@ -24,6 +25,7 @@ from tests.workers import Program
 SMOKE = ROOT / "configs" / "smoke.yaml"
 STEPS, RANKS = 3, 2
 ARMS = ["nccl_pad", "nccl_zero2", "odc_pad", "odc_nopad"]
+ONE: dict[str, Any] = {"arms": ARMS, "steps": 1, "nproc": 2, "command": "", "result": Path("never-written.json")}
 
 
 def words_of(folder: Path, *words: str) -> list[str]:
@@ -174,7 +176,7 @@ def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
 )
 def test_wrong_keys_are_refused_before_any_process(overrides: Sequence[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        run_comparison(SMOKE, overrides=overrides, arms=ARMS, steps=1, nproc=2, command="", before_start=never)
+        run_job(SMOKE, overrides=overrides, **ONE, before_start=never)
 
 
 def never() -> None:
@@ -187,14 +189,14 @@ def test_a_folder_that_is_taken_is_told_before_any_process(monkeypatch: pytest.M
 
     monkeypatch.setattr("primus_odc.megatron.compare.run_ranks", lambda *words, **options: never())
     with pytest.raises(DataError, match="taken"):
-        run_comparison(SMOKE, overrides=[], arms=ARMS, steps=1, nproc=2, command="", before_start=taken)
+        run_job(SMOKE, overrides=[], **ONE, before_start=taken)
 
 
 def test_no_launcher_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="torchrun"):
-        run_comparison(SMOKE, overrides=[], arms=ARMS, steps=1, nproc=2, command="", before_start=never)
+        run_job(SMOKE, overrides=[], **ONE, before_start=never)
 
 
 def test_an_arm_is_chosen_by_its_reporting_name() -> None:
