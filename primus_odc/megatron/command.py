@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from primus_odc._arguments import take_overrides
 from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell, tell_interrupted
 from primus_odc.errors import ConfigError, DataError, OdcError, VersionError
 from primus_odc.experiment import load_experiment
@@ -45,6 +46,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``primus-odc train``."""
     parser.add_argument("config", help="an experiment YAML, for example configs/cpu_odc_nopad.yaml")
     parser.add_argument("--check", action="store_true", help="check everything that can be known before a run, and do not train")
+    take_overrides(parser)
 
 
 def run_train(args: argparse.Namespace) -> int:

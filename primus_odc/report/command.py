@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from primus_odc._arguments import repeated
+from primus_odc._arguments import repeated, take_overrides
 from primus_odc._config_values import nearest
 from primus_odc._locks import lock_folder
 from primus_odc.errors import ConfigError
@@ -39,6 +39,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", metavar="LIST", help=f"comma-separated, of {', '.join(ARMS)} (default: nccl_pad,odc_pad,odc_nopad)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of every arm (default: train_iters of the experiment)")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this host (default: the smaller of cores and 4)")
+    take_overrides(parser)
 
 
 def run_compare(args: argparse.Namespace) -> int:
