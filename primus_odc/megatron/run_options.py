@@ -14,7 +14,7 @@ from typing import Any
 from primus_odc._config_values import describe
 from primus_odc._problems import Problems
 from primus_odc.config import Arm, OdcConfig, ParsedComm, parse_odc
-from primus_odc.data.build import check_data
+from primus_odc.data.build import build_tokenizer, check_data
 from primus_odc.errors import ConfigError
 from primus_odc.experiment import Experiment
 from primus_odc.megatron.train_config import TrainConfig, parse_train
@@ -75,6 +75,15 @@ class RunOptions:
             max_tokens=cap_of(comm, params),
             cost_model=cost_model_of(comm.odc, lambda: described_layers(described)),
         )
+
+
+def vocabulary_rows(params: Mapping[str, Any], train: TrainConfig) -> int:
+    """Rows of embedding and head of every model of an experiment: the tokenizer's, padded.
+
+    Raises:
+        ConfigError, DataError: as :func:`primus_odc.data.build.build_tokenizer`.
+    """
+    return train.padded_vocab_size(build_tokenizer(params).vocab_size)
 
 
 def require_checked(experiment: Experiment, params: dict[str, Any]) -> None:
