@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from primus_odc.bench.results import append, identity
 from primus_odc.bench.summary import BASELINE
-from primus_odc.data.build import build_dataset
-from primus_odc.data.stream import MinibatchStream
+from primus_odc.data.build import build_dataset, build_stream
 from primus_odc.errors import OdcError
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.arm import Arm
@@ -87,7 +86,7 @@ def train_curves(job: Job, device: torch.device) -> None:
     over_length = options[0].comm.odc.over_length
     dataset = build_dataset(params, "train", workspace=experiment.workspace, max_tokens=max_tokens, over_length=over_length)
     vocab_size = vocabulary_rows(params, train)
-    stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
+    stream = build_stream(dataset, train.global_batch_size, train.seed)
     drawn = [stream.next() for _ in range(job.steps or train.train_iters)]
     counts = {arm: job.assignments if arm == BASELINE else job.of_others for arm in job.arms}
     for option in options:  # that every assignment exists is known before anything is trained

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from primus_odc._arguments import take_overrides
 from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell, tell_interrupted
+from primus_odc.data.enough import require_samples
 from primus_odc.errors import ConfigError, DataError, OdcError, VersionError
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.launcher import leave_unforeseen, on_this_rank
@@ -34,7 +35,10 @@ from primus_odc.versions import require_standalone
 if TYPE_CHECKING:
     import torch
 
+    from primus_odc._problems import Problems
+    from primus_odc.config import ParsedComm
     from primus_odc.megatron.run_options import RunOptions
+    from primus_odc.megatron.train_config import TrainConfig
 
 EXIT_FAILURE = 1
 QUIET_S = 15.0
@@ -62,7 +66,7 @@ def run_train(args: argparse.Namespace) -> int:
     """
     end_with_launcher()
     try:
-        options = prepare(args.config, args.overrides)
+        options = prepare(args.config, args.overrides, thorough=args.check)
     except OdcError:
         _leave_it_to_the_first()
         raise
@@ -71,13 +75,19 @@ def run_train(args: argparse.Namespace) -> int:
     elif os.environ.get("RANK", "0") == "0":
         print(
             f"{args.config}: nothing wrong for {options.comm.arm} in keys and values, the files and packages that they name, the model, "
-            f"devices and outputs ({options.experiment.root}); samples are read when training starts; primus-odc doctor checks the machine"
+            f"devices and outputs ({options.experiment.root}), and there are samples enough for a step; whether all can be used is known "
+            "when training starts; primus-odc doctor checks the machine"
         )
     return 0
 
 
-def prepare(config: str, overrides: Sequence[str]) -> RunOptions:
+def prepare(config: str, overrides: Sequence[str], *, thorough: bool = False) -> RunOptions:
     """Everything before the process group: all that is wrong is told at once.
+
+    Args:
+        config: the experiment YAML.
+        overrides: words that change its keys.
+        thorough: find out as well what the ranks of a run find when they read data: whether these are enough for a step.
 
     Raises:
         ConfigError: the experiment, its outputs, or the files and packages that it names.
@@ -96,7 +106,12 @@ def prepare(config: str, overrides: Sequence[str]) -> RunOptions:
     params = normalise(experiment.params)
     if params.get("distributed_backend", "nccl") == "nccl":
         prepare_gpu_environment()
-    options = RunOptions.of(experiment, params)
+
+    def further(problems: Problems, comm: ParsedComm | None, train: TrainConfig | None) -> None:
+        if thorough and train is not None:
+            problems.of(lambda: require_samples(params, train.global_batch_size, evaluates=train.evaluates))
+
+    options = RunOptions.of(experiment, params, further)
     check_outputs(options)
     return options
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from primus_odc.data.build import build_dataset
-from primus_odc.data.stream import MinibatchStream
+from primus_odc.data.build import build_dataset, build_stream
 from primus_odc.errors import VerificationError
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.arm import Arm
@@ -35,7 +34,7 @@ def compare(job: Job, device: torch.device) -> None:
     over_length = options[0].comm.odc.over_length
     dataset = build_dataset(params, "train", workspace=experiment.workspace, max_tokens=max_tokens, over_length=over_length)
     vocab_size = vocabulary_rows(params, train)
-    stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
+    stream = build_stream(dataset, train.global_batch_size, train.seed)
     mesh = init_device_mesh(device.type, (job.world_size,))
     arms = [Arm(option.params, option.comm, vocab_size, mesh, device) for option in options]
     followed = next((arm for arm in arms if arm.name == "odc_nopad"), arms[0])

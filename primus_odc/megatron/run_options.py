@@ -15,12 +15,16 @@ from primus_odc._config_values import describe
 from primus_odc._problems import Problems
 from primus_odc.config import Arm, OdcConfig, ParsedComm, parse_odc
 from primus_odc.data.build import build_tokenizer, check_data
+from primus_odc.data.enough import require_samples
 from primus_odc.errors import ConfigError
 from primus_odc.experiment import Experiment
 from primus_odc.megatron.train_config import TrainConfig, parse_train
 from primus_odc.megatron.train_keys import check_keys
 from primus_odc.planning import CostModel, Policy
 from primus_odc.planning.simulate import ARM_POLICY
+
+Further = Callable[[Problems, ParsedComm | None, TrainConfig | None], None]
+"""Adds to the problems; communication and run are None where something is wrong with them."""
 
 
 def policy_of(arm: Arm) -> Policy:
@@ -48,8 +52,13 @@ class RunOptions:
     cost_model: CostModel
 
     @classmethod
-    def of(cls, experiment: Experiment, params: dict[str, Any]) -> RunOptions:
+    def of(cls, experiment: Experiment, params: dict[str, Any], further: Further | None = None) -> RunOptions:
         """Check everything that can be checked before any process group exists and any sample is read.
+
+        Args:
+            experiment: the file.
+            params: of its trainer module, normalised.
+            further: checks whose problems are told along.
 
         Raises:
             ConfigError: all that is wrong with keys, values, their combinations, and the files and packages that they name.
@@ -65,6 +74,8 @@ class RunOptions:
             problems.of(lambda: _require_checkpoint(train))
         if comm is not None and comm.arm.startswith("odc"):
             problems.of(lambda: _require_transport(comm, params.get("distributed_backend", "nccl")))
+        if further is not None:
+            further(problems, comm, train)
         problems.raise_any()
         assert comm is not None and train is not None and described is not None
         return cls(
@@ -87,13 +98,22 @@ def vocabulary_rows(params: Mapping[str, Any], train: TrainConfig) -> int:
 
 
 def require_checked(experiment: Experiment, params: dict[str, Any]) -> None:
-    """The checks of :meth:`RunOptions.of`; those of the model, which need torch, only where there is something to tell anyway.
+    """The checks of :meth:`RunOptions.of`, and that there are samples for a step; those of the model, which need torch, only where there is
+    something to tell anyway.
 
     Raises:
         ConfigError: as :meth:`RunOptions.of`.
     """
-    if check_all_but_model(experiment, params)[0].found:
-        RunOptions.of(experiment, params)
+
+    def enough(problems: Problems, comm: ParsedComm | None, train: TrainConfig | None) -> None:
+        if train is not None:
+            problems.of(lambda: require_samples(params, train.global_batch_size, evaluates=False))
+
+    problems, comm, train = check_all_but_model(experiment, params)
+    enough(problems, comm, train)
+    if problems.found:
+        RunOptions.of(experiment, params, enough)
+        problems.raise_any()
 
 
 def check_all_but_model(experiment: Experiment, params: Mapping[str, Any]) -> tuple[Problems, ParsedComm | None, TrainConfig | None]:

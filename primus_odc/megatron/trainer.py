@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from primus_odc._words import counted
-from primus_odc.data import MinibatchStream, TokenDataset, build_dataset
+from primus_odc.data import MinibatchStream, TokenDataset, build_dataset, build_stream
 from primus_odc.errors import DataError, PlanError
 from primus_odc.megatron.arm import Arm, Minibatch, StepOutcome
 from primus_odc.megatron.checkpoint import load_checkpoint, save_checkpoint
@@ -59,12 +59,16 @@ def _train(options: RunOptions, device: torch.device, on_step: Callable[[Minibat
     vocab_size = vocabulary_rows(params, train)
     arm = Arm(params, options.comm, vocab_size, init_device_mesh(device.type, (dist.get_world_size(),)), device)
     dataset = _dataset(options, "train")
-    stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
+    stream = build_stream(dataset, train.global_batch_size, train.seed)
     first_step = _resume(train, arm, stream)
     make = _maker(options, arm, device)
     validation = None
     if train.evaluates:
-        validation = evaluation_minibatches(_dataset(options, "validation"), train.eval_iters, train.global_batch_size, make)
+        held_out = _dataset(options, "validation")
+        validation = evaluation_minibatches(held_out, train.eval_iters, train.global_batch_size, make)
+        if arm.rank == 0 and len(held_out) < (asked := train.eval_iters * train.global_batch_size):
+            told = "an evaluation has each of the %d validation samples once, which are fewer than eval_iters x global_batch_size = %d"
+            logger.warning(told, len(held_out), asked)
     if arm.rank == 0:
         _summary(options, arm, dataset)
     with (

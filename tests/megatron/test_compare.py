@@ -153,12 +153,13 @@ def test_an_interrupted_comparison_says_so_and_leaves_no_rank(tmp_path: Path) ->
 
 @pytest.mark.timeout(180)
 def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
+    # Enough for a step, which is all that is read before ranks are started.
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 9 + '{"messages": 3}\n')
     process = forked(tmp_path, "--sft_dataset_name", str(tmp_path / "bad.jsonl"))
     process.wait(120)
     assert process.returncode == 2
     err = process.stderr
-    assert "ranks 0, 1 failed with exit status 2" in err and err.count("sample 'bad.jsonl:1'") == 1 and "Traceback" not in err
+    assert "ranks 0, 1 failed with exit status 2" in err and err.count("sample 'bad.jsonl:10'") == 1 and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,8 @@ def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
         (["--odc", "0"], "odc must be a block of keys, but the number 0 was given"),
         (["--odc", "[timeout_s]"], r"odc must be a block of keys, but the list \['timeout_s'\] was given"),
         (["--sft_dataset_name", "absent.jsonl"], "no such path"),
+        (["--sft_max_samples", "7"], "global_batch_size: 8 is more than the 7 samples to train on"),
+        (["--sft_max_samples", "7", "--train_itres", "3"], "(?s)2 problems.*train_itres .*global_batch_size: 8 is more than the 7"),
         # The model's keys are told along.
         (["--lr", "-1", "--num_layers", "0", "--train_itres", "3"], "(?s)3 problems.*train_itres .*num_layers: .*lr is"),
     ],
