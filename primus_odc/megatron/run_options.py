@@ -18,6 +18,7 @@ from primus_odc.data.build import build_tokenizer, check_data
 from primus_odc.data.enough import require_samples
 from primus_odc.errors import ConfigError
 from primus_odc.experiment import Experiment
+from primus_odc.megatron.schedule import schedule
 from primus_odc.megatron.train_config import TrainConfig, parse_train
 from primus_odc.megatron.train_keys import check_keys
 from primus_odc.planning import CostModel, Policy
@@ -66,7 +67,6 @@ class RunOptions:
         problems, comm, train = check_all_but_model(experiment, params)
         gpt_config = importlib.import_module("primus_odc.megatron.gpt_config").gpt_config
         described = problems.of(lambda: gpt_config(params, vocab_size=1))
-        problems.of(lambda: importlib.import_module("primus_odc.megatron.lr").schedule(params))
         problems.of(lambda: _require_devices(params.get("distributed_backend", "nccl")))
         if described is not None and comm is not None:
             problems.of(lambda: _require_positions(described, comm, params))
@@ -124,6 +124,7 @@ def check_all_but_model(experiment: Experiment, params: Mapping[str, Any]) -> tu
         problems.of(lambda: policy_of(comm.arm))
         problems.of(lambda: cap_of(comm, params))
     train = problems.of(lambda: parse_train(params))
+    problems.of(lambda: schedule(params))
     problems.of(lambda: check_data(params))
     if experiment.self_contained:
         problems.of(lambda: check_keys(params))

@@ -174,7 +174,8 @@ def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
         (["--sft_max_samples", "7"], "global_batch_size: 8 is more than the 7 samples to train on"),
         (["--sft_max_samples", "7", "--train_itres", "3"], "(?s)2 problems.*train_itres .*global_batch_size: 8 is more than the 7"),
         # The model's keys are told along.
-        (["--lr", "-1", "--num_layers", "0", "--train_itres", "3"], "(?s)3 problems.*train_itres .*num_layers: .*lr is"),
+        (["--lr", "-1", "--num_layers", "0", "--train_itres", "3"], "(?s)3 problems.*lr is .*train_itres .*num_layers: "),
+        (["--lr_warmup_iters", "9"], "the warm-up of 9 steps .* must be shorter than lr_decay_iters"),
     ],
 )
 def test_wrong_keys_are_refused_before_any_process(overrides: Sequence[str], told: str) -> None:
