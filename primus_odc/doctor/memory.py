@@ -8,7 +8,6 @@ units are those that the trainer or, in Primus, Megatron's FSDP2 wrapper makes; 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -45,17 +44,13 @@ def find_groups(run: Run, shards: int) -> tuple[list[Any], int]:
         OdcError: the model cannot be built here, or its vocabulary is not known.
     """
     import torch
-    import torch.distributed as dist
 
-    from primus_odc.megatron.model import build_gpt_without_weights
+    from primus_odc.megatron.model import alone_unless_initialised, build_gpt_without_weights
     from primus_odc.primitives.spec import GroupSpec
 
     rows = _vocabulary(run)
-    if not dist.is_initialized():
-        # A group of this process alone, at the loopback interface: no host name is looked up, nobody is waited for.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = build_gpt_without_weights(run.params, rows)
+    with alone_unless_initialised():
+        model = build_gpt_without_weights(run.params, rows)
     units: dict[str, list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         units.setdefault(_unit_of(name, run), []).append(parameter)

@@ -87,7 +87,8 @@ def prepare(config: str, overrides: Sequence[str], *, thorough: bool = False) ->
     Args:
         config: the experiment YAML.
         overrides: words that change its keys.
-        thorough: find out as well what the ranks of a run find when they read data: whether these are enough for a step.
+        thorough: find out as well what the ranks of a run find when they read data and build the model: whether the data are enough for a
+            step, and the model is that of the checkpoint.
 
     Raises:
         ConfigError: the experiment, its outputs, or the files and packages that it names.
@@ -100,7 +101,7 @@ def prepare(config: str, overrides: Sequence[str], *, thorough: bool = False) ->
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _set_up_logging(int(os.environ.get("RANK", "0")))
     require_standalone()
-    from primus_odc.megatron.outputs import check_outputs
+    from primus_odc.megatron.outputs import find_output_problems
     from primus_odc.megatron.run_options import RunOptions
 
     params = normalise(experiment.params)
@@ -108,12 +109,13 @@ def prepare(config: str, overrides: Sequence[str], *, thorough: bool = False) ->
         prepare_gpu_environment()
 
     def further(problems: Problems, comm: ParsedComm | None, train: TrainConfig | None) -> None:
-        if thorough and train is not None:
+        if train is None:
+            return
+        find_output_problems(problems, experiment, params, comm, train, thorough=thorough)
+        if thorough:
             problems.of(lambda: require_samples(params, train.global_batch_size, evaluates=train.evaluates))
 
-    options = RunOptions.of(experiment, params, further)
-    check_outputs(options)
-    return options
+    return RunOptions.of(experiment, params, further)
 
 
 def _train(options: RunOptions, show_traceback: bool) -> None:

@@ -70,8 +70,6 @@ class RunOptions:
         problems.of(lambda: _require_devices(params.get("distributed_backend", "nccl")))
         if described is not None and comm is not None:
             problems.of(lambda: _require_positions(described, comm, params))
-        if train is not None:
-            problems.of(lambda: _require_checkpoint(train))
         if comm is not None and comm.arm.startswith("odc"):
             problems.of(lambda: _require_transport(comm, params.get("distributed_backend", "nccl")))
         if further is not None:
@@ -165,15 +163,6 @@ def _require_positions(described: Any, comm: ParsedComm, params: Mapping[str, An
                 f"max_position_embeddings: {described.max_positions} learned positions are fewer than the {cap} tokens a sample may have "
                 "(odc.max_tokens_per_microbatch, else seq_length); set it to at least that, or position_embedding_type: rope"
             ]
-        )
-
-
-def _require_checkpoint(train: TrainConfig) -> None:
-    """An empty ``load`` means a run that is to begin, which only makes sense where it also saves."""
-    latest_step = importlib.import_module("primus_odc.megatron.checkpoint").latest_step
-    if train.load is not None and train.load != train.save and train.ckpt_step is None and latest_step(train.load) is None:
-        raise ConfigError(
-            [f"load: {train.load} holds no checkpoint; a run that begins there and is continued later has save on the same folder"]
         )
 
 

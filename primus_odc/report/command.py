@@ -13,7 +13,7 @@ from pathlib import Path
 
 from primus_odc._arguments import repeated, take_overrides
 from primus_odc._config_values import nearest
-from primus_odc._locks import lock_folder
+from primus_odc._locks import cannot_be_made, lock_folder
 from primus_odc.errors import ConfigError
 from primus_odc.megatron.launcher import tell
 from primus_odc.report.agreement import disagreements
@@ -123,10 +123,9 @@ def option_problems(args: argparse.Namespace, arms: Sequence[str]) -> list[str]:
         other = arms[0] if arms[0] != "nccl_pad" else "odc_nopad"
         problems.append(f"--arms: {arms[0]} alone leaves nothing to compare; name at least two, separated by commas, as nccl_pad,{other}")
     if args.output is not None:
-        # The first folder that there is, from the named one upwards, decides whether the rest can be made.
-        folder = next(path for path in (args.output, *args.output.absolute().parents) if path.exists())
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            problems.append(f"--output: {args.output} cannot be made, {folder} is no folder that can be written to")
+        reason = cannot_be_made(args.output)
+        if reason is not None:
+            problems.append(f"--output: {args.output} cannot be made, {reason}")
     problems += [
         f"{name}: must be at least 1, got {value}"
         for name, value in (("--steps", args.steps), ("--nproc", args.nproc))
