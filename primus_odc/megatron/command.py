@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from primus_odc._arguments import take_overrides
 from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell, tell_interrupted
+from primus_odc.data.build import is_hub_name
 from primus_odc.data.enough import require_samples
 from primus_odc.errors import ConfigError, DataError, OdcError, VersionError
 from primus_odc.experiment import load_experiment
@@ -73,10 +74,12 @@ def run_train(args: argparse.Namespace) -> int:
     if not args.check:
         _train(options, args.traceback)
     elif os.environ.get("RANK", "0") == "0":
+        on_hub = is_hub_name(options.params["sft_dataset_name"])
+        samples = "the data are not looked up on the hub" if on_hub else "there are samples enough for a step"
         print(
             f"{args.config}: nothing wrong for {options.comm.arm} in keys and values, the files and packages that they name, the model, "
-            f"devices and outputs ({options.experiment.root}), and there are samples enough for a step; whether all can be used is known "
-            "when training starts; primus-odc doctor checks the machine"
+            f"devices and outputs ({options.experiment.root}); {samples}, whether all can be used is "
+            "known when training starts; primus-odc doctor checks the machine"
         )
     return 0
 

@@ -210,6 +210,7 @@ def test_check_says_once_that_all_is_well(
     said = capsys.readouterr().out
     assert said.count("\n") == (rank == "0")
     assert rank == "1" or (said.startswith(f"{SMOKE}: nothing wrong for odc_pad in keys") and str(tmp_path) in said)
+    assert rank == "1" or "; there are samples enough for a step, whether all can be used is known when training starts; " in said
 
 
 def test_check_trains_nothing_and_refuses_what_training_would(
