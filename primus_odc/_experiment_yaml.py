@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from primus_odc._config_values import describe
 from primus_odc.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$\{(?P<name>[^:{}]+)(?::(?P<default>[^}]*))?\}")
@@ -58,11 +59,11 @@ def read_yaml(path: Path, _extended_by: tuple[Path, ...] = ()) -> dict[str, Any]
     if missing:
         names = ", ".join(dict.fromkeys(missing))
         raise ConfigError([f"{path} needs environment variables that are not set: {names}; set them, or write ${{NAME:default}}"])
-    extends = block.pop("extends", None) or []
+    extends = block.pop("extends", None)
     merged: dict[str, Any] = {}
-    for name in extends if isinstance(extends, list) else [extends]:
-        if not isinstance(name, str):
-            raise ConfigError([f"{path}: extends must name a file or a list of files, but holds {name!r}"])
+    for name in extends if isinstance(extends, list) else [extends] if extends is not None else []:
+        if not isinstance(name, str) or not name:
+            raise ConfigError([f"{path}: extends must name a file or a list of files, but holds {describe(name)}"])
         base = path.parent / name
         chain = (*_extended_by, path)
         if base.resolve() in (file.resolve() for file in chain):

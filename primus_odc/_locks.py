@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +35,13 @@ def lock_folder(folder: Path, key: str, *, busy: str) -> IO[bytes]:
         file.close()
         raise
     return file
+
+
+def cannot_be_made(folder: Path) -> str | None:
+    """Why a run could not write into ``folder``, which need not be there yet; None where it could."""
+    # The first one that there is, from the folder itself upwards, decides whether the rest can be made.
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} is no folder that can be written to"
 
 
 def no_locks(key: str) -> str:

@@ -28,7 +28,8 @@ class Problems:
             known = {_key(problem) for problem in self.found}
             self.found += [problem for problem in error.problems if _key(problem) not in known]
         except DataError as error:
-            self.found.append(str(error))
+            if str(error) not in self.found:
+                self.found.append(str(error))
         return None
 
     def raise_any(self) -> None:

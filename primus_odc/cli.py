@@ -1,10 +1,10 @@
 """The command line: ``primus-odc train | compare | plan | traffic | bench | doctor``.
 
 Each command's arguments and work come from the part that does it, imported when that command is asked for, so that ``plan`` and
-``traffic`` run without torch. Words that ``train``, ``compare``, ``plan`` and ``doctor`` do not know are overrides of the experiment
-YAML, with the meaning Primus gives them (``--lr 1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``. What a user got wrong
-(an :class:`~primus_odc.errors.OdcError`) is one message on stderr and exit code 2, Ctrl-C is one and exit code 130; ``--traceback``, in
-``args.traceback``, shows where it was raised.
+``traffic`` run without torch. Words that ``train``, ``compare``, ``plan``, ``doctor`` and ``bench curves`` do not know are overrides of the
+experiment YAML, with the meaning Primus gives them (``--lr 1e-4``, ``odc.timeout_s=60``), and are found in ``args.overrides``; the other
+commands refuse them (:func:`primus_odc._arguments.take_overrides`). What a user got wrong (an :class:`~primus_odc.errors.OdcError`) is one
+message on stderr and exit code 2, Ctrl-C is one and exit code 130; ``--traceback``, in ``args.traceback``, shows where it was raised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from primus_odc import __version__
 from primus_odc.errors import OdcError
-from primus_odc.megatron.launcher import leave_reason, started_by_torchrun
+from primus_odc.megatron import launcher
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -31,18 +31,15 @@ class Command:
     name: str
     module: str
     summary: str
-    takes_overrides: bool
 
 
 COMMANDS = (
-    Command(name="train", module="primus_odc.megatron.command", summary="train an experiment YAML in one arm", takes_overrides=True),
-    Command(name="compare", module="primus_odc.report.command", summary="run the arms in turn and compare them", takes_overrides=True),
-    Command(name="plan", module="primus_odc.planning.command", summary="predict the arms' speed from sample lengths", takes_overrides=True),
-    Command(
-        name="traffic", module="primus_odc.planning.traffic_command", summary="count what crosses between nodes", takes_overrides=False
-    ),
-    Command(name="bench", module="primus_odc.bench.command", summary="measure the arms and their transfers", takes_overrides=False),
-    Command(name="doctor", module="primus_odc.doctor.command", summary="check this machine and a YAML before a run", takes_overrides=True),
+    Command(name="train", module="primus_odc.megatron.command", summary="train an experiment YAML in one arm"),
+    Command(name="compare", module="primus_odc.report.command", summary="run the arms in turn and compare them"),
+    Command(name="plan", module="primus_odc.planning.command", summary="predict the arms' speed from sample lengths"),
+    Command(name="traffic", module="primus_odc.planning.traffic_command", summary="count what crosses between nodes"),
+    Command(name="bench", module="primus_odc.bench.command", summary="measure the arms and their transfers"),
+    Command(name="doctor", module="primus_odc.doctor.command", summary="check this machine and a YAML before a run"),
 )
 
 
@@ -69,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def tell(error: OdcError, where: str = "") -> None:
     """One message on stderr, and for torchrun, which has the last word."""
-    print(f"primus-odc: error: {where}{error}", file=sys.stderr, flush=True)
-    leave_reason(f"{where}{error}")
+    launcher.tell(f"error: {where}{error}")
+    launcher.leave_reason(f"{where}{error}")
 
 
 def tell_interrupted() -> None:
     """One message on stderr; of the ranks of torchrun none, since all are interrupted and their launcher says so."""
-    if not started_by_torchrun():
-        print("primus-odc: interrupted", file=sys.stderr, flush=True)
+    if not launcher.started_by_torchrun():
+        launcher.tell(launcher.INTERRUPTED)
 
 
 def _run(words: list[str], traceback: bool) -> int:
@@ -96,10 +93,9 @@ def _run(words: list[str], traceback: bool) -> int:
             part = importlib.import_module(command.module)
             getattr(part, f"add_{command.name}_arguments")(subparser)
             runners[command.name] = getattr(part, f"run_{command.name}")
-            if command.takes_overrides:
-                subparser.epilog = "Words after the YAML change its keys: --key value, key=value, block.key=value."
     args, unknown = parser.parse_known_args(words)
-    if unknown and not next(command.takes_overrides for command in COMMANDS if command.name == args.command):
-        parser.error(f"{args.command} does not know: {' '.join(unknown)}")
+    if unknown and not getattr(args, "takes_overrides", False):
+        kind = f" {args.kind}" if args.command == "bench" else ""
+        parser.error(f"{args.command}{kind} does not know: {' '.join(unknown)}")
     args.overrides, args.traceback = unknown, traceback
     return runners[args.command](args) or 0

@@ -90,7 +90,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_p
     content = read_yaml(source)
     content |= {key: changes.pop(key) for key in _REQUIRED if key in changes}
     problems = [f"{source}: {key} is missing" for key in _REQUIRED if content.get(key) is None]
-    modules = content.get("modules") or {}
+    modules: Any = content.get("modules")
     problems += [
         f"{key} must be a name, but {describe(content[key])} was given"
         for key in _REQUIRED
@@ -116,7 +116,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), *, primus_p
     if not self_contained:
         params = _resolve_presets(source, module_name, primus_path or os.environ.get("PRIMUS_PATH"))
     else:
-        params = merge(module.get("params") or {}, {key: value for key, value in module.items() if key not in _RESERVED})
+        params = merge(_block(module.get("params")), {key: value for key, value in module.items() if key not in _RESERVED})
     return Experiment(
         name=str(content["exp_name"]),
         workspace=workspace,
@@ -136,9 +136,9 @@ def env_block(source: Path) -> dict[str, str]:
     Raises:
         ConfigError: the file cannot be read, its ``env`` is no block, or it holds what cannot be a variable here.
     """
-    env = load_block(source).get("env") or {}
+    env = _block(load_block(source).get("env"))
     if not isinstance(env, dict):
-        raise ConfigError([f"{source}: env must be a block of names and values, but is {env!r}"])
+        raise ConfigError([f"{source}: env must be a block of names and values, but is {describe(env)}"])
     block = {str(key): os.path.expandvars(str(value)) for key, value in env.items()}
     if problems := [f"{source}: env.{key}: {reason}" for key, value in block.items() if (reason := _no_variable(key, value))]:
         raise ConfigError(problems)
@@ -158,6 +158,11 @@ def _no_variable(key: str, value: str) -> str | None:
     return None
 
 
+def _block(value: Any) -> Any:
+    """An absent block is an empty one; whatever else stands in its place (``0``, ``false``, an empty text) is for the reader to refuse."""
+    return {} if value is None else value
+
+
 def _names_a_folder(name: str) -> bool:
     """Whether output below it stays below it; a path that ends with .jsonl would be taken for a step log itself."""
     return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and not name.endswith(".jsonl")
@@ -165,7 +170,7 @@ def _names_a_folder(name: str) -> bool:
 
 def _check_modules(source: Path, modules: Any) -> list[str]:
     if not isinstance(modules, dict) or len(modules) != 1:
-        names = ", ".join(map(str, modules)) if isinstance(modules, dict) else repr(modules)
+        names = ", ".join(map(str, modules)) if isinstance(modules, dict) else "none" if modules is None else describe(modules)
         return [f"{source}: modules must hold exactly one trainer module, but holds {names or 'none'}"]
     ((name, module),) = modules.items()
     problems: list[str] = []
@@ -173,10 +178,13 @@ def _check_modules(source: Path, modules: Any) -> list[str]:
         problems.append(f"{source}: modules.{name} is no trainer; its name must contain 'trainer', as pre_trainer or post_trainer")
     if not isinstance(module, dict):
         return [*problems, f"{source}: modules.{name} must be a block of keys, but is {module!r}"]
-    if not module.get("framework"):
+    framework = module.get("framework")
+    if framework is None:
         problems.append(f"{source}: modules.{name}.framework is missing")
-    if not isinstance(module.get("params") or {}, dict):
-        problems.append(f"{source}: modules.{name}.params must be a block of keys, but is {module['params']!r}")
+    elif not isinstance(framework, str) or not framework:
+        problems.append(f"{source}: modules.{name}.framework must be a name, as megatron, but is {describe(framework)}")
+    if not isinstance(_block(module.get("params")), dict):
+        problems.append(f"{source}: modules.{name}.params must be a block of keys, but is {describe(module['params'])}")
     if "overrides" in module and "config" not in module and "model" not in module:
         problems.append(
             f"{source}: modules.{name}.overrides applies to presets (config, model), of which there are none; "

@@ -7,6 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes is the machine's matter: a time is no assertion.
+settings.register_profile("primus_odc", deadline=None)
+settings.load_profile("primus_odc")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

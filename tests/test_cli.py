@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import subprocess
 import sys
 from types import ModuleType
@@ -37,22 +38,46 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["train", "compare", "plan", "doctor"])
-def test_unknown_words_are_overrides(calls: list[argparse.Namespace], name: str) -> None:
-    assert main([name, "exp.yaml", "--lr", "1e-4", "--steps", "5", "odc.timeout_s=60", "--swiglu", "--step=7", "--min_lr", "-1"]) == 0
-    (args,) = calls
-    assert args.command == name
-    assert args.config == "exp.yaml"
-    assert args.steps == 5
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        (["train"], ["--check"]),
+        (["compare"], ["--steps", "5"]),
+        (["plan"], ["--json"]),
+        (["doctor"], ["--ranks", "2"]),
+        (["bench", "curves"], ["--out", "c.json"]),
+    ],
+)
+def test_words_that_a_command_with_a_yaml_does_not_know_are_overrides(
+    words: list[str], own: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the parts' own parsers."""
+    seen: list[argparse.Namespace] = []
+    part = importlib.import_module(next(command.module for command in COMMANDS if command.name == words[0]))
+    monkeypatch.setattr(part, f"run_{words[0]}", seen.append)
+    assert main([*words, "exp.yaml", "--lr", "1e-4", *own, "odc.timeout_s=60", "--swiglu", "--step=7", "--min_lr", "-1"]) == 0
+    (args,) = seen
+    assert str(args.lengths if words == ["plan"] else args.config) == "exp.yaml"
     assert args.overrides == ["--lr", "1e-4", "odc.timeout_s=60", "--swiglu", "--step=7", "--min_lr", "-1"]
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    assert "Words after the YAML change its keys: --key value, key=value, block.key=value." in " ".join(capsys.readouterr().out.split())
 
 
-def test_traffic_takes_no_overrides(calls: list[argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["traffic", "--shape", "14B", "--nodes", "2"],
+        ["bench", "train", "--points", "1", "--out", "r.json"],
+        ["bench", "report", "r.json"],
+    ],
+)
+def test_a_command_without_a_yaml_takes_no_overrides(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["traffic", "config", "--node", "4"])
+        main([*words, "--node", "4"])
     assert caught.value.code == 2
-    assert "traffic does not know: --node 4" in capsys.readouterr().err
-    assert calls == []
+    name = " ".join(words[: 2 if words[0] == "bench" else 1])
+    assert f"{name} does not know: --node 4" in capsys.readouterr().err
 
 
 def test_exit_code_of_the_command(calls: list[argparse.Namespace]) -> None:

@@ -165,6 +165,10 @@ def test_extends_a_missing_file(tmp_path: Path) -> None:
     assert "exp.yaml extends" in message
 
 
+# Values that stand for nothing in Python, and are no absent keys.
+EMPTY = (("0", "the number 0"), ("false", "false"), ("''", "the text ''"), ("[]", "the list []"))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -177,9 +181,26 @@ def test_extends_a_missing_file(tmp_path: Path) -> None:
         (HEAD + "modules: {post_trainer: 3}", "must be a block of keys, but is 3"),
         (HEAD + TRAINER + "    lr: 1\n    seed: 1\n    lr: 2\n", "lr is given twice, in lines 8 and 10"),
         (HEAD + "env: [1]\n" + TRAINER, "env must be a block"),
-        (HEAD + TRAINER + "    params: [1]\n", "modules.post_trainer.params must be a block of keys, but is [1]"),
+        (HEAD + TRAINER + "    params: [1]\n", "modules.post_trainer.params must be a block of keys, but is the list [1]"),
         (HEAD + TRAINER + "    odc: &odc {inner: *odc}\n", "holds an alias (*name) of a block or list inside"),
-        ("extends: 3\n" + HEAD + TRAINER, "extends must name a file or a list of files, but holds 3"),
+        ("extends: 3\n" + HEAD + TRAINER, "extends must name a file or a list of files, but holds the number 3"),
+        *(
+            (f"extends: {value}\n" + HEAD + TRAINER, f"extends must name a file or a list of files, but holds {told}")
+            for value, told in (
+                ("0", "the number 0"),
+                ("false", "false"),
+                ("''", "the text ''"),
+                ("['']", "the text ''"),
+                ("[null]", "null"),
+            )
+        ),
+        *((HEAD + f"modules: {value}\n", f"exactly one trainer module, but holds {told}") for value, told in EMPTY),
+        *((HEAD + f"env: {value}\n" + TRAINER, f"env must be a block of names and values, but is {told}") for value, told in EMPTY),
+        *((HEAD + TRAINER + f"    params: {value}\n", f"params must be a block of keys, but is {told}") for value, told in EMPTY),
+        *(
+            (HEAD + TRAINER.replace("framework: megatron", f"framework: {value}"), f"framework must be a name, as megatron, but is {told}")
+            for value, told in EMPTY
+        ),
         ("extends: {a.yaml: 1}\n" + HEAD + TRAINER, "extends must name a file or a list of files"),
         (HEAD.replace("workspace: ", "workspace: ~nobody-here/") + TRAINER, "there is no such home folder"),
         ("", "is empty"),
@@ -203,6 +224,13 @@ def test_names_stay_below_the_workspace(name: str, tmp_path: Path) -> None:
     assert load_experiment(path, ["--exp_name", ".a b", "--user_name", "3"]).root == Path("out/group/3/.a b")
     for workspace in ("", "a\0"):
         assert "workspace is the text" in refusal(path, f"--workspace={json.dumps(workspace)}")
+
+
+def test_null_stands_for_an_absent_key(tmp_path: Path) -> None:
+    nothing = "extends: null\nenv: null\n" + HEAD + TRAINER + "    params: null\n    lr: 1\n"
+    experiment = load_experiment(write(tmp_path, "exp.yaml", nothing))
+    assert (experiment.params, experiment.env) == ({"lr": 1}, {})
+    assert load_experiment(write(tmp_path, "none.yaml", "extends: []\n" + HEAD + TRAINER)).params == {}
 
 
 def test_missing_file(tmp_path: Path) -> None:

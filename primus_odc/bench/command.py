@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from primus_odc._arguments import positive
+from primus_odc._arguments import positive, repeated, take_overrides
 from primus_odc.bench.in_primus import add_primus_arguments, run_in_primus
 from primus_odc.bench.job import IDEAL, LENGTHS, ON_DEMAND, STOCK, Job
 from primus_odc.bench.markdown import render
@@ -88,8 +88,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     curves.add_argument("--assignments", type=positive, default=6, metavar="N", help="of samples to ranks, for nccl_pad (default: 6)")
     curves.add_argument("--of-others", type=positive, default=2, metavar="N", help="for every other arm: the first N (default: 2)")
     curves.add_argument("--nproc", type=positive, metavar="N", help="ranks (default: all GPUs; on the CPU the smaller of cores and 4)")
-    curves.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes of the YAML's keys")
     curves.add_argument("--out", required=True, metavar="FILE.json", help="result file; an entry is added to it")
+    take_overrides(curves)
     report = kinds.add_parser("report", help="result files as Markdown", allow_abbrev=False)
     report.add_argument("files", type=Path, nargs="+", metavar="FILE.json", help="runs of one commit and machine are put together")
     report.add_argument("--output", type=Path, metavar="FILE.md", help="default: standard output")
@@ -137,6 +137,9 @@ def _curves(args: argparse.Namespace) -> None:
     problems = []
     if BASELINE not in args.arms:
         problems.append(f"--arms: {BASELINE} is what the others are judged by; name it too")
+    problems += repeated("--arms", args.arms)
+    if set(args.arms) == {BASELINE}:
+        problems.append(f"--arms: {BASELINE} alone leaves nothing to judge; name another arm beside it")
     if args.assignments < 2:
         problems.append(f"--assignments {args.assignments}: a spread needs at least 2")
     if args.of_others > args.assignments:
@@ -145,7 +148,7 @@ def _curves(args: argparse.Namespace) -> None:
         raise ConfigError(problems)
     run_job(
         args.config,
-        overrides=args.set,
+        overrides=args.overrides,
         arms=args.arms,
         steps=args.steps,
         nproc=args.nproc,

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from primus_odc.bench.results import append, identity
 from primus_odc.bench.summary import BASELINE
-from primus_odc.data.build import build_dataset, build_tokenizer
-from primus_odc.data.stream import MinibatchStream
+from primus_odc.data.build import build_dataset, build_stream
 from primus_odc.errors import OdcError
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.arm import Arm
@@ -29,7 +28,7 @@ from primus_odc.megatron.collector import collecting_between_steps
 from primus_odc.megatron.compare_job import Job, arm_params
 from primus_odc.megatron.compare_rank import tell
 from primus_odc.megatron.minibatch import make_minibatch
-from primus_odc.megatron.run_options import RunOptions, policy_of
+from primus_odc.megatron.run_options import RunOptions, policy_of, vocabulary_rows
 from primus_odc.megatron.train_config import normalise
 from primus_odc.planning.assignments import plan_assignment
 
@@ -86,8 +85,8 @@ def train_curves(job: Job, device: torch.device) -> None:
     train, max_tokens = options[0].train, options[0].max_tokens
     over_length = options[0].comm.odc.over_length
     dataset = build_dataset(params, "train", workspace=experiment.workspace, max_tokens=max_tokens, over_length=over_length)
-    vocab_size = train.padded_vocab_size(build_tokenizer(params).vocab_size)
-    stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
+    vocab_size = vocabulary_rows(params, train)
+    stream = build_stream(dataset, train.global_batch_size, train.seed)
     drawn = [stream.next() for _ in range(job.steps or train.train_iters)]
     counts = {arm: job.assignments if arm == BASELINE else job.of_others for arm in job.arms}
     for option in options:  # that every assignment exists is known before anything is trained

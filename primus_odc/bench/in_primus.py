@@ -26,6 +26,7 @@ import numpy as np
 import yaml
 
 import primus_odc
+from primus_odc._arguments import repeated
 from primus_odc.bench.beside_bench import Point, render_beside
 from primus_odc.bench.job import LENGTHS, SHORTEST, ArmSpec, arm_spec
 from primus_odc.bench.lengths import draw_minibatches
@@ -33,6 +34,7 @@ from primus_odc.bench.shapes import SHAPES
 from primus_odc.bench.summary import BASELINE
 from primus_odc.data.stream import epoch_order
 from primus_odc.errors import ConfigError
+from primus_odc.megatron.launcher import tell
 from primus_odc.planning.cost import ATTENTION_TOKENS, CostModel
 from primus_odc.report.logs import StepLog, read_step_log
 
@@ -255,7 +257,7 @@ def run_in_primus(args: argparse.Namespace) -> int:
     if summary.exists():
         print(summary.read_text(encoding="utf-8"))
     for failure in failures:
-        print(f"primus-odc: error: {failure}", file=sys.stderr)
+        tell(f"error: {failure}")
     return 1 if failures else 0
 
 
@@ -267,6 +269,7 @@ def _check(job: InPrimus) -> None:
         problems.append(f"--megatron {job.megatron} is no checkout of Megatron-LM")
     if job.script is not None and not job.script.is_file():
         problems.append(f"--script {job.script} is no file")
+    problems += repeated("--arms", (arm.name for arm in job.arms))
     problems += [f"--arms {arm.name}: Primus trains {', '.join(ARMS)}" for arm in job.arms if not _known(arm)]
     if job.folder.exists() and (not job.folder.is_dir() or any(job.folder.iterdir())):
         problems.append(f"--out {job.folder} is there already and not an empty folder")

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from primus_odc._arguments import repeated
 from primus_odc.bench.shapes import SHAPES
 from primus_odc.config import parse_options
 from primus_odc.errors import ConfigError
@@ -118,7 +119,8 @@ class Job:
                 f"--points, --cap: a cap of {cap}{divided} is too small: a sample needs {SHORTEST} tokens, the second one to be predicted"
                 for cap in sorted({cap for _, cap in self.points if cap < SHORTEST})
             ]
-        for name in self.arms:
+        problems += repeated("--arms", self.arms)
+        for name in dict.fromkeys(self.arms):
             try:
                 arm_spec(name)
             except ConfigError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primus_odc.data.build import build_dataset, build_tokenizer
+from primus_odc.data.build import build_dataset, build_stream, build_tokenizer
 from primus_odc.data.dataset import TokenDataset
 from primus_odc.data.packing import PackedMicrobatch, pack_microbatch
 from primus_odc.data.samples import Sample
@@ -16,6 +16,7 @@ __all__ = [
     "TokenDataset",
     "Tokenizer",
     "build_dataset",
+    "build_stream",
     "build_tokenizer",
     "pack_microbatch",
 ]

@@ -23,6 +23,7 @@ from primus_odc.data.records import Form
 from primus_odc.data.samples import Sample
 from primus_odc.data.sources import JsonlSource, ParquetSource, Source
 from primus_odc.data.stdlib import StdlibSource
+from primus_odc.data.stream import MinibatchStream
 from primus_odc.data.template import TEMPLATE_VERSION, Template, render
 from primus_odc.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, RwkvTokenizer, Tokenizer
 from primus_odc.errors import ConfigError, DataError
@@ -78,10 +79,7 @@ def build_dataset(
     long_enough = np.diff(cache.offsets) >= config.sft_min_tokens
     rows = np.flatnonzero(ours & long_enough)
     if rows.size == 0:
-        raise DataError(
-            f"the {split} part of {source.name} is empty: {len(cache.ids)} samples with sft_validation_fraction "
-            f"{config.sft_validation_fraction:g} and sft_min_tokens {config.sft_min_tokens}; change these or give more samples"
-        )
+        raise DataError(empty_part(split, source, len(cache.ids), config))
     if rows.size < np.count_nonzero(ours):
         left_out, of = np.count_nonzero(ours & ~long_enough), np.count_nonzero(ours)
         _log.warning("%s: %d of %d samples left out: fewer than sft_min_tokens = %d tokens", split, left_out, of, config.sft_min_tokens)
@@ -92,6 +90,36 @@ def build_dataset(
     if split == "train" and not dataset.target_counts.any():
         raise DataError(_no_target(dataset, source, config.sft_conversation_format, max_tokens))
     return dataset
+
+
+def empty_part(split: str, source: Source, samples: int, config: DataConfig) -> str:
+    """That a part of ``source`` has none of its ``samples``."""
+    return (
+        f"the {split} part of {source.name} is empty: {samples} samples with sft_validation_fraction "
+        f"{config.sft_validation_fraction:g} and sft_min_tokens {config.sft_min_tokens}; change these or give more samples"
+    )
+
+
+def too_large(global_batch_size: int, samples: int) -> str:
+    """That a step has more samples than there are ``samples`` to train on."""
+    return (
+        f"global_batch_size: {global_batch_size} is more than the {samples} samples to train on, so every step would hold some of them "
+        f"more than once; set it to at most {samples}, or give more samples (sft_max_samples, sft_min_tokens and sft_validation_fraction "
+        "leave some out)"
+    )
+
+
+def build_stream(dataset: TokenDataset, global_batch_size: int, seed: int) -> MinibatchStream:
+    """The minibatches of training on ``dataset``, from its beginning.
+
+    Where an epoch ends within a minibatch, that one may hold a sample of the old epoch and of the new one; otherwise none holds one twice.
+
+    Raises:
+        DataError: a minibatch has more samples than the dataset.
+    """
+    if global_batch_size > len(dataset):
+        raise DataError(too_large(global_batch_size, len(dataset)))
+    return MinibatchStream(len(dataset), global_batch_size, seed, dataset.fingerprint)
 
 
 def _no_target(dataset: TokenDataset, source: Source, template: Template, max_tokens: int) -> str:
@@ -118,7 +146,7 @@ def check_data(params: Mapping[str, Any]) -> None:
     name = params.get("sft_dataset_name")
     if config is not None:
         problems.of(lambda: build_tokenizer(params))
-        hub = _is_hub_name(config.sft_dataset_name)
+        hub = is_hub_name(config.sft_dataset_name)
         problems.of(lambda: import_datasets(config.sft_dataset_name) if hub else build_source(config))
     elif isinstance(name, str) and name:
         problems.of(lambda: _require_source(name))
@@ -152,7 +180,7 @@ def build_source(config: DataConfig) -> Source:
     _require_source(name)
     if name == "stdlib":
         return StdlibSource(config.sft_stdlib_unit, form)
-    if _is_hub_name(name):
+    if is_hub_name(name):
         return hub_source(name, config.sft_dataset_split, form)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -167,7 +195,7 @@ def _require_source(name: str) -> None:
         ConfigError: the name is none that :func:`build_source` knows.
     """
     path = Path(name).expanduser()
-    if name == "stdlib" or _is_hub_name(name) or path.is_dir() or (path.is_file() and path.suffix in (".jsonl", ".parquet")):
+    if name == "stdlib" or is_hub_name(name) or path.is_dir() or (path.is_file() and path.suffix in (".jsonl", ".parquet")):
         return
     if path.exists():
         raise ConfigError([f"sft_dataset_name is {name!r}; a file must end in .jsonl or .parquet"])
@@ -179,7 +207,8 @@ def _require_source(name: str) -> None:
     raise ConfigError([f"sft_dataset_name is {name!r}: no such path; give stdlib, a path, or a name owner/dataset of the hub{hint}"])
 
 
-def _is_hub_name(name: str) -> bool:
+def is_hub_name(name: str) -> bool:
+    """Whether ``sft_dataset_name: name`` is to be looked for on the hub."""
     path = Path(name).expanduser()
     return not path.exists() and not path.suffix and _HUB_NAME.fullmatch(name) is not None
 

@@ -41,7 +41,7 @@ class MinibatchStream:
                 "a minibatch stream needs num_samples >= 1, global_batch_size >= 1 and seed >= 0, "
                 f"not {num_samples}, {global_batch_size} and {seed}"
             )
-        self._identity = {
+        self._identity: dict[str, Any] = {
             "num_samples": num_samples,
             "global_batch_size": global_batch_size,
             "seed": seed,
@@ -102,16 +102,32 @@ class MinibatchStream:
         Raises:
             DataError: the state is incomplete or belongs to another dataset, batch size or seed; the stream stays as it was.
         """
-        missing = [key for key in (*self._identity, "consumed_samples") if key not in state]
-        if missing:
-            raise DataError(f"the saved data position lacks {', '.join(missing)}")
-        other = [f"{key} was {state[key]!r}, is {value!r}" for key, value in self._identity.items() if state[key] != value]
-        if other:
-            raise DataError(
-                f"the saved data position belongs to another run: {'; '.join(other)}; "
-                "resume with the same data, global_batch_size and seed, or start the data anew"
-            )
-        self.fast_forward(int(state["consumed_samples"]))
+        require_position(state, **self._identity)
+        self.fast_forward(state["consumed_samples"])
+
+
+_POSITION: dict[str, type] = {
+    "num_samples": int,
+    "global_batch_size": int,
+    "seed": int,
+    "dataset_fingerprint": str,
+    "consumed_samples": int,
+}
+
+
+def require_position(state: Mapping[str, Any], **present: Any) -> None:
+    """Refuse a saved position (:meth:`MinibatchStream.state_dict`) that is none, or of a run that differs in what is known of the present.
+
+    Raises:
+        DataError: what is missing, or differs from ``present``.
+    """
+    if missing := [key for key, kind in _POSITION.items() if not isinstance(state.get(key), kind)]:
+        raise DataError(f"the saved data position lacks {', '.join(missing)}")
+    if other := [f"{key} was {state[key]!r}, is {value!r}" for key, value in present.items() if state[key] != value]:
+        raise DataError(
+            f"the saved data position belongs to another run: {'; '.join(other)}; "
+            "resume with the same data, global_batch_size and seed, or start the data anew"
+        )
 
 
 @functools.lru_cache(maxsize=4)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from primus_odc._arguments import take_overrides
 from primus_odc.doctor import launch, network, software, system
 from primus_odc.doctor.child import run_stages
 from primus_odc.doctor.finding import Finding, as_json, table, unique
@@ -35,6 +36,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=_count, help="nodes (default: NNODES, else 1)")
     parser.add_argument("--time-limit", type=_seconds, default=DEFAULT_LIMIT_S, metavar="SECONDS", help="for everything (default: 60)")
+    take_overrides(parser)
 
 
 def run_doctor(args: argparse.Namespace) -> int:

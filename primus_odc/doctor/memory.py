@@ -1,17 +1,18 @@
 """Stage ``memory``: what the engine will add to a rank's memory, and whether it fits. Runs in the child process: it builds the model.
 
-The model is the standalone trainer's on the meta device, which holds no weights. Its units are those that the trainer or, in Primus,
-Megatron's FSDP2 wrapper makes; sizes follow from the shapes by the rule of :func:`primus_odc.fsdp.probe.find_units`.
+The model is the standalone trainer's on the meta device, which holds no weights, with the vocabulary that is trained, padding included. Its
+units are those that the trainer or, in Primus, Megatron's FSDP2 wrapper makes; sizes follow from the shapes by the rule of
+:func:`primus_odc.fsdp.probe.find_units`. Memory counts the rows by which FSDP2 pads the shards, the number of parameters does not.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from primus_odc._config_values import describe
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
 from primus_odc.doctor.run import Run, describe_run
@@ -29,30 +30,27 @@ def check_memory_of_run(job: Job) -> list[Finding]:
     if not run.on_demand:
         return []
     try:
-        groups = find_groups(run, job.world())
+        groups, parameters = find_groups(run, job.world())
     except OdcError as error:
         return [Finding(check="engine memory", severity="note", found=f"not computed: {error}")]
-    return [_judge(job, run, groups)]
+    return [_judge(job, run, groups, parameters)]
 
 
-def find_groups(run: Run, shards: int) -> list[Any]:
-    """The parameter groups of the model over ``shards`` ranks (:class:`primus_odc.primitives.spec.GroupSpec`, parameters left out).
+def find_groups(run: Run, shards: int) -> tuple[list[Any], int]:
+    """The parameter groups of the model over ``shards`` ranks (:class:`primus_odc.primitives.spec.GroupSpec`, parameters left out), and how
+    many parameters the model has, as the trainer counts them.
 
     Raises:
         OdcError: the model cannot be built here, or its vocabulary is not known.
     """
     import torch
-    import torch.distributed as dist
 
-    from primus_odc.megatron.model import build_gpt_without_weights
+    from primus_odc.megatron.model import alone_unless_initialised, build_gpt_without_weights
     from primus_odc.primitives.spec import GroupSpec
 
     rows = _vocabulary(run)
-    if not dist.is_initialized():
-        # A group of this process alone, at the loopback interface: no host name is looked up, nobody is waited for.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = build_gpt_without_weights(run.params, rows)
+    with alone_unless_initialised():
+        model = build_gpt_without_weights(run.params, rows)
     units: dict[str, list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         units.setdefault(_unit_of(name, run), []).append(parameter)
@@ -73,30 +71,56 @@ def find_groups(run: Run, shards: int) -> list[Any]:
                 sum_dtype=torch.float32,
             )
         )
-    return groups
+    return groups, sum(parameter.numel() for parameter in model.parameters())
 
 
 def _unit_of(parameter: str, run: Run) -> str:
     if parameter.startswith("decoder.layers."):
         return ".".join(parameter.split(".")[:3])
-    separate = {"embedding": run.kind is not None, "output_layer": run.kind is not None and run.params.get("transformer_impl") != "local"}
+    if run.kind is None:
+        separate = {"output_layer": run.device_type == "cuda"}
+    else:
+        separate = {"embedding": True, "output_layer": run.params.get("transformer_impl") != "local"}
     module = parameter.partition(".")[0]
     return module if separate.get(module) else "root"
 
 
 def _vocabulary(run: Run) -> int:
-    """Rows of embedding and head, padded."""
-    from primus_odc.data.build import build_tokenizer
+    """Rows of embedding and head, padded.
 
-    params: Mapping[str, Any] = run.params
-    size: Any = params.get("vocab_size") if run.kind == "pretrain" else build_tokenizer(params).vocab_size
-    if not isinstance(size, int):
-        raise ConfigError(["vocab_size is not in the YAML, and the tokenizer is Megatron's"])
-    multiple = params.get("make_vocab_size_divisible_by") or 128
+    Raises:
+        OdcError: they are not known.
+    """
+    from primus_odc.data.build import build_tokenizer
+    from primus_odc.megatron.run_options import vocabulary_rows
+    from primus_odc.megatron.train_config import parse_train
+
+    if run.kind is None:
+        return vocabulary_rows(run.params, parse_train(run.params))
+    if (rows := _number(run.params, "padded_vocab_size", None)) is not None:
+        return rows
+    multiple = _number(run.params, "make_vocab_size_divisible_by", 128)
+    size = build_tokenizer(run.params).vocab_size if run.kind == "sft" else _of_megatrons_tokenizer(run.params)
+    assert multiple is not None
     return -(-size // multiple) * multiple
 
 
-def _judge(job: Job, run: Run, groups: list[Any]) -> Finding:
+def _of_megatrons_tokenizer(params: Mapping[str, Any]) -> int:
+    """Tokens of the tokenizer that Megatron makes for pretraining: of these two known without its files."""
+    tokenizer, size = params.get("tokenizer_type"), _number(params, "vocab_size", None)
+    if size is None or tokenizer not in ("NullTokenizer", "TikTokenizer"):
+        raise ConfigError([f"the vocabulary is that of Megatron's own tokenizer ({tokenizer}); padded_vocab_size is not in the YAML"])
+    return size + 1 if tokenizer == "NullTokenizer" else size  # one more, for the end of a document
+
+
+def _number(params: Mapping[str, Any], key: str, default: int | None) -> int | None:
+    value = default if params.get(key) is None else params[key]
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError([f"{key} is {describe(value)}; it must be a whole number of at least 1"])
+    return value
+
+
+def _judge(job: Job, run: Run, groups: list[Any], parameters: int) -> Finding:
     import torch
 
     from primus_odc.fsdp.choices import RING_SLOTS, budget_of, decide, memory_of, resolve_transport
@@ -118,7 +142,6 @@ def _judge(job: Job, run: Run, groups: list[Any]) -> Finding:
     by_purpose = memory_of(groups, choices.accumulate, choices.transport, device, across, verify=odc.verify == "checksum")
     arena = plan_arena(groups, choices.accumulate, RING_SLOTS, device, across).nbytes
     total = sum(by_purpose.values())
-    parameters = sum(g.grad_numel for g in groups) * job.world()
     found = (
         f"adds {total / GIB:.3f} GiB to each of {job.world()} ranks, {arena / GIB:.3f} GiB of it shared (accumulate {choices.accumulate}, "
         f"parameters {choices.parameters}), for {parameters / 1e6:.1f} M parameters in {len(groups)} groups; {choices.reason}"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from primus_odc._problems import Problems
 from primus_odc._words import counted
 from primus_odc.config import OdcConfig, ParsedComm, parse_odc
+from primus_odc.data.enough import require_samples
 from primus_odc.doctor.finding import Finding
 from primus_odc.doctor.job import Job
 from primus_odc.doctor.system import temporary_folder_problem
@@ -44,7 +45,7 @@ class Run:
 def check_run(job: Job) -> list[Finding]:
     """The YAML's keys, its arm and the transport."""
     try:
-        run = describe_run(job)
+        run = describe_run(job, thorough=True)
     except ConfigError as error:
         return [Finding(check="configuration", severity="problem", found=problem) for problem in error.problems]
     except OdcError as error:
@@ -60,8 +61,8 @@ def check_run(job: Job) -> list[Finding]:
     return [*findings, *_check_transport(job, run)]
 
 
-def describe_run(job: Job) -> Run:
-    """The run that ``job.config`` asks for.
+def describe_run(job: Job, *, thorough: bool = False) -> Run:
+    """The run that ``job.config`` asks for; ``thorough``: samples are read until there are enough for a step.
 
     Raises:
         ConfigError: all that keeps it from starting.
@@ -70,18 +71,20 @@ def describe_run(job: Job) -> Run:
     assert job.config is not None
     # As torchrun tells its processes: checks of the trainers read it.
     os.environ["LOCAL_WORLD_SIZE"] = str(job.local_world())
-    return _in_primus(job, job.config, job.primus_path) if job.primus_path else _standalone(job.config, job.overrides)
+    if job.primus_path:
+        return _in_primus(job, job.config, job.primus_path, thorough)
+    return _standalone(job.config, job.overrides, thorough)
 
 
-def _standalone(config: str, overrides: Sequence[str]) -> Run:
+def _standalone(config: str, overrides: Sequence[str], thorough: bool) -> Run:
     from primus_odc.megatron.command import prepare
 
-    options = prepare(config, overrides)
+    options = prepare(config, overrides, thorough=thorough)
     device_type: Literal["cpu", "cuda"] = "cpu" if options.train.distributed_backend == "gloo" else "cuda"
     return Run(comm=options.comm, params=options.params, device_type=device_type, kind=None)
 
 
-def _in_primus(job: Job, config: str, primus_path: str) -> Run:
+def _in_primus(job: Job, config: str, primus_path: str, thorough: bool) -> Run:
     experiment = load_experiment(config, job.overrides, primus_path=primus_path)
     os.environ.update(experiment.env)
     if experiment.self_contained:
@@ -99,6 +102,9 @@ def _in_primus(job: Job, config: str, primus_path: str) -> Run:
         checked = problems.of(lambda: check(arguments, kind))
         problems.of(lambda: _require_gpus(job))
         comm = checked.comm if checked is not None else None
+        if thorough and kind == "sft" and checked is not None:
+            evaluates = bool(params.get("eval_iters"))
+            problems.of(lambda: require_samples(checked.params, params["global_batch_size"], evaluates=evaluates))
     else:
         comm = problems.of(lambda: parse_odc(params))
     if kind == "pretrain":

@@ -13,13 +13,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from primus_odc.data.stream import MinibatchStream
 from primus_odc.errors import ConfigError, DataError
@@ -28,6 +29,7 @@ from primus_odc.megatron.arm import Arm
 FORMAT = 1
 LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer.json"
+_STATE_KEYS: dict[str, type] = {"step": int, "trained_steps": int, "arm": str, "scheduler": dict, "stream": dict, "parameters": dict}
 _NAMED = 4
 
 
@@ -38,7 +40,7 @@ def save_checkpoint(folder: Path, step: int, arm: Arm, stream: MinibatchStream) 
         The checkpoint's own folder.
     """
     arm.reshard()
-    final = _folder(folder, step)
+    final = checkpoint_folder(folder, step)
     partial = final.with_name(f"{final.name}.partial")
 
     def prepare() -> None:
@@ -92,10 +94,15 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
     Raises:
         DataError: there is none, or it cannot be read.
     """
-    source = _folder(folder, step)
+    source = checkpoint_folder(folder, step)
     try:
         state: dict[str, Any] = json.loads((source / _STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if source.is_dir():
+            raise DataError(
+                f"{source} holds no {_STATE}, so it is no checkpoint of primus-odc train; one that Primus or Megatron wrote cannot be "
+                "continued here"
+            ) from None
         raise DataError(f"{source}: no such checkpoint; set load to the folder it lies in and ckpt_step to its number") from None
     except OSError as error:
         raise DataError(f"{source / _STATE} cannot be read: {error.strerror}; set load to a folder of checkpoints") from error
@@ -105,6 +112,8 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
         raise DataError(f"{source / _STATE} is damaged: it holds no JSON object")
     if state.get("format") != FORMAT:
         raise DataError(f"{source}: format {state.get('format')}, this release reads format {FORMAT}")
+    if lacking := [key for key, kind in _STATE_KEYS.items() if not isinstance(state.get(key), kind)]:
+        raise DataError(f"{source / _STATE} is damaged: it lacks {', '.join(lacking)}; set ckpt_step to another checkpoint")
     return state
 
 
@@ -115,16 +124,28 @@ def load_checkpoint(folder: Path, step: int, arm: Arm, stream: MinibatchStream) 
         DataError: there is none, or it belongs to another model or other data.
         ConfigError: it was trained with another schedule.
     """
-    source = _folder(folder, step)
+    source = checkpoint_folder(folder, step)
     state = read_state(folder, step)
-    _require_same_model(source, state["parameters"], _shapes(arm))
+    require_same_model(source, state["parameters"], _shapes(arm))
     stream.load_state_dict(state["stream"])
     arm.reshard()
     tensors = _tensors(arm, state["trained_steps"] > 0)
     dcp.load(tensors, checkpoint_id=source)
     torch.set_rng_state(tensors["rng"])
+    continue_schedule(source, state, arm.scheduler)
+    arm.trained_steps = state["trained_steps"]
+    arm.publish()
+
+
+def continue_schedule(source: Path, state: Mapping[str, Any], scheduler: OptimizerParamScheduler) -> None:
+    """Set ``scheduler`` where the one of the checkpoint ``source`` stood.
+
+    Raises:
+        ConfigError: it was trained with another schedule.
+        DataError: its schedule is damaged.
+    """
     try:
-        arm.scheduler.load_state_dict(state["scheduler"])
+        scheduler.load_state_dict(state["scheduler"])
     except AssertionError as error:
         raise ConfigError(
             [
@@ -133,11 +154,12 @@ def load_checkpoint(folder: Path, step: int, arm: Arm, stream: MinibatchStream) 
                 "override_opt_param_scheduler: true (take the present ones) or use_checkpoint_opt_param_scheduler: true (take the saved)"
             ]
         ) from error
-    arm.trained_steps = state["trained_steps"]
-    arm.publish()
+    except KeyError as error:
+        raise DataError(f"{source / _STATE} is damaged: its scheduler lacks {error}; set ckpt_step to another checkpoint") from error
 
 
-def _folder(folder: Path, step: int) -> Path:
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Of the checkpoint of ``step`` below ``save``."""
     return folder / f"iter_{step:07d}"
 
 
@@ -157,7 +179,12 @@ def _shapes(arm: Arm) -> dict[str, list[int]]:
     return {name: list(p.shape) for name, p in arm.model.named_parameters()}
 
 
-def _require_same_model(source: Path, saved: dict[str, list[int]], present: dict[str, list[int]]) -> None:
+def require_same_model(source: Path, saved: dict[str, list[int]], present: dict[str, list[int]]) -> None:
+    """Refuse the checkpoint ``source`` of parameters with other names or shapes, each ``{name: shape of the whole}``.
+
+    Raises:
+        DataError: they differ.
+    """
     names = sorted(set(saved) | set(present))
     differing = [
         f"{name}: {saved.get(name, 'absent')} there, {present.get(name, 'absent')} here"

@@ -22,7 +22,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from primus_odc._arguments import take_overrides
 from primus_odc.cli import EXIT_ERROR, EXIT_INTERRUPTED, tell, tell_interrupted
+from primus_odc.data.build import is_hub_name
+from primus_odc.data.enough import require_samples
 from primus_odc.errors import ConfigError, DataError, OdcError, VersionError
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.launcher import leave_unforeseen, on_this_rank
@@ -33,7 +36,10 @@ from primus_odc.versions import require_standalone
 if TYPE_CHECKING:
     import torch
 
+    from primus_odc._problems import Problems
+    from primus_odc.config import ParsedComm
     from primus_odc.megatron.run_options import RunOptions
+    from primus_odc.megatron.train_config import TrainConfig
 
 EXIT_FAILURE = 1
 QUIET_S = 15.0
@@ -45,6 +51,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``primus-odc train``."""
     parser.add_argument("config", help="an experiment YAML, for example configs/cpu_odc_nopad.yaml")
     parser.add_argument("--check", action="store_true", help="check everything that can be known before a run, and do not train")
+    take_overrides(parser)
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -60,22 +67,31 @@ def run_train(args: argparse.Namespace) -> int:
     """
     end_with_launcher()
     try:
-        options = prepare(args.config, args.overrides)
+        options = prepare(args.config, args.overrides, thorough=args.check)
     except OdcError:
         _leave_it_to_the_first()
         raise
     if not args.check:
         _train(options, args.traceback)
     elif os.environ.get("RANK", "0") == "0":
+        on_hub = is_hub_name(options.params["sft_dataset_name"])
+        samples = "the data are not looked up on the hub" if on_hub else "there are samples enough for a step"
         print(
             f"{args.config}: nothing wrong for {options.comm.arm} in keys and values, the files and packages that they name, the model, "
-            f"devices and outputs ({options.experiment.root}); samples are read when training starts; primus-odc doctor checks the machine"
+            f"devices and outputs ({options.experiment.root}); {samples}, whether all can be used is "
+            "known when training starts; primus-odc doctor checks the machine"
         )
     return 0
 
 
-def prepare(config: str, overrides: Sequence[str]) -> RunOptions:
+def prepare(config: str, overrides: Sequence[str], *, thorough: bool = False) -> RunOptions:
     """Everything before the process group: all that is wrong is told at once.
+
+    Args:
+        config: the experiment YAML.
+        overrides: words that change its keys.
+        thorough: find out as well what the ranks of a run find when they read data and build the model: whether the data are enough for a
+            step, and the model is that of the checkpoint.
 
     Raises:
         ConfigError: the experiment, its outputs, or the files and packages that it names.
@@ -88,15 +104,21 @@ def prepare(config: str, overrides: Sequence[str]) -> RunOptions:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _set_up_logging(int(os.environ.get("RANK", "0")))
     require_standalone()
-    from primus_odc.megatron.outputs import check_outputs
+    from primus_odc.megatron.outputs import find_output_problems
     from primus_odc.megatron.run_options import RunOptions
 
     params = normalise(experiment.params)
     if params.get("distributed_backend", "nccl") == "nccl":
         prepare_gpu_environment()
-    options = RunOptions.of(experiment, params)
-    check_outputs(options)
-    return options
+
+    def further(problems: Problems, comm: ParsedComm | None, train: TrainConfig | None) -> None:
+        if train is None:
+            return
+        find_output_problems(problems, experiment, params, comm, train, thorough=thorough)
+        if thorough:
+            problems.of(lambda: require_samples(params, train.global_batch_size, evaluates=train.evaluates))
+
+    return RunOptions.of(experiment, params, further)
 
 
 def _train(options: RunOptions, show_traceback: bool) -> None:

@@ -23,50 +23,9 @@ from primus_odc.megatron.compare_job import Job, arm_params
 from primus_odc.megatron.local_ranks import run_ranks
 from primus_odc.megatron.run_options import require_checked
 from primus_odc.megatron.train_config import normalise
-from primus_odc.report.result import ComparisonResult
 
 MOST_DEFAULT_RANKS = 4
 WORKER = "primus_odc.megatron.compare_worker"
-
-
-def run_comparison(
-    config: Path,
-    *,
-    overrides: Sequence[str],
-    arms: Sequence[str],
-    steps: int | None,
-    nproc: int | None,
-    command: str,
-    before_start: Callable[[], object],
-) -> ComparisonResult:
-    """Train every arm of ``arms``, and ``ideal`` beside them, on the same minibatches.
-
-    Args:
-        config: experiment YAML; ``comm_backend`` in it is of no account.
-        overrides: words that change it.
-        arms: reporting names.
-        steps: of every arm; None: ``train_iters`` of the experiment.
-        nproc: ranks; None: the smaller of cores and 4, or all GPUs with ``distributed_backend: nccl``.
-        command: the command line, for the report.
-        before_start: called when everything is checked, before a rank is started; what it raises ends the job.
-
-    Raises:
-        ConfigError: wrong keys, or ranks started by somebody else.
-        OdcError: a rank failed; the message holds what it said.
-    """
-    with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
-        result = Path(folder) / "result.json"
-        run_job(
-            config,
-            overrides=overrides,
-            arms=arms,
-            steps=steps,
-            nproc=nproc,
-            command=command,
-            result=result,
-            before_start=before_start,
-        )
-        return ComparisonResult.read(result)
 
 
 def run_job(
@@ -81,8 +40,23 @@ def run_job(
     before_start: Callable[[], object] = lambda: None,
     **rest: Any,
 ) -> None:
-    """Start the ranks and wait for them; rank 0 writes ``result``. ``rest``: further fields of :class:`Job`; else as
-    :func:`run_comparison`."""
+    """Start the ranks, which train every arm of ``arms`` on the same minibatches and ``ideal`` beside them, and wait for them.
+
+    Args:
+        config: experiment YAML; ``comm_backend`` in it is of no account.
+        overrides: words that change it.
+        arms: reporting names.
+        steps: of every arm; None: ``train_iters`` of the experiment.
+        nproc: ranks; None: the smaller of cores and 4, or all GPUs with ``distributed_backend: nccl``.
+        command: the command line, for the report.
+        result: file that rank 0 writes the result to.
+        before_start: called when everything is checked, before a rank is started; what it raises ends the job.
+        rest: further fields of :class:`Job`, for what else the ranks can do.
+
+    Raises:
+        ConfigError: wrong keys, or ranks started by somebody else.
+        OdcError: a rank failed; the message holds what it said.
+    """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigError(["this command starts its ranks itself: run it without torchrun, and say how many ranks with --nproc"])
     experiment = load_experiment(config, list(overrides))

@@ -50,7 +50,11 @@ class Job:
 
 def arm_params(params: Mapping[str, Any], arm: str) -> dict[str, Any]:
     """``params`` with the communication of another arm."""
-    odc = {key: value for key, value in (params.get("odc") or {}).items() if key != "baseline"}
+    backend = "nccl_pad" if arm in _BASELINES else arm
+    given = {} if params.get("odc") is None else params["odc"]
+    if not isinstance(given, Mapping):
+        return {**params, "comm_backend": backend}  # no block: refused where it is read
+    odc = {key: value for key, value in given.items() if key != "baseline"}
     if arm in _BASELINES:
         odc["baseline"] = _BASELINES[arm]
-    return {**params, "comm_backend": "nccl_pad" if arm in _BASELINES else arm, "odc": odc}
+    return {**params, "comm_backend": backend, "odc": odc}

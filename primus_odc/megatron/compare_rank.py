@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from primus_odc.data.build import build_dataset, build_tokenizer
-from primus_odc.data.stream import MinibatchStream
+from primus_odc.data.build import build_dataset, build_stream
 from primus_odc.errors import VerificationError
 from primus_odc.experiment import load_experiment
 from primus_odc.megatron.arm import Arm
@@ -20,8 +19,8 @@ from primus_odc.megatron.device_rounds import predict_compute
 from primus_odc.megatron.ideal import Ideal
 from primus_odc.megatron.round_records import Round
 from primus_odc.megatron.rounds import MinibatchMaker, Rounds
+from primus_odc.megatron.run_options import RunOptions, vocabulary_rows
 from primus_odc.megatron.train_config import normalise
-from primus_odc.megatron.trainer import RunOptions
 from primus_odc.report.wording import AGREEMENT_BOUND
 
 
@@ -34,8 +33,8 @@ def compare(job: Job, device: torch.device) -> None:
     train, max_tokens, cost_model = options[0].train, options[0].max_tokens, options[0].cost_model
     over_length = options[0].comm.odc.over_length
     dataset = build_dataset(params, "train", workspace=experiment.workspace, max_tokens=max_tokens, over_length=over_length)
-    vocab_size = train.padded_vocab_size(build_tokenizer(params).vocab_size)
-    stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
+    vocab_size = vocabulary_rows(params, train)
+    stream = build_stream(dataset, train.global_batch_size, train.seed)
     mesh = init_device_mesh(device.type, (job.world_size,))
     arms = [Arm(option.params, option.comm, vocab_size, mesh, device) for option in options]
     followed = next((arm for arm in arms if arm.name == "odc_nopad"), arms[0])

@@ -157,7 +157,9 @@ def _query_groups(keys: _Keys, heads: int) -> int:
 
 def _recompute(keys: _Keys, layers: int) -> tuple[int, bool]:
     """(layers recomputed in full, whether the core attention is recomputed)."""
-    granularity = keys.params.get("recompute_granularity") or "none"
+    granularity = keys.params.get("recompute_granularity")
+    if granularity is None or granularity is False:
+        granularity = "none"
     if granularity == "none" and keys.flag("recompute_activations", False):
         granularity = "selective"
     if granularity == "full":
@@ -171,8 +173,8 @@ def _recompute(keys: _Keys, layers: int) -> tuple[int, bool]:
             )
         return layers, False
     if granularity == "selective":
-        modules = keys.params.get("recompute_modules") or ["core_attn"]
-        if list(modules) != ["core_attn"]:
+        modules = keys.params.get("recompute_modules")
+        if modules is not None and modules != ["core_attn"]:
             keys.problems.append(f"recompute_modules: {modules!r} is not supported here; supported: ['core_attn']")
         return 0, True
     if granularity != "none":

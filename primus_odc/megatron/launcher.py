@@ -19,6 +19,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+INTERRUPTED = "interrupted"
+"""What is told after Ctrl-C."""
+
 
 def started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the process of ``environment`` is a rank that torchrun started."""
@@ -60,7 +63,7 @@ def main(words: list[str]) -> int:
         except ChildFailedError as error:
             traceback.print_exc()
             rank, failure = error.get_first_failure()
-            _tell(f"error: {_reason(rank, failure.exitcode, failure.error_file_data)}")
+            tell(f"error: {_reason(rank, failure.exitcode, failure.error_file_data)}")
             return failure.exitcode if failure.exitcode > 0 else 1
         except SignalException as error:
             return _ended_by(error.sigval)
@@ -83,11 +86,12 @@ def how_it_ended(code: int) -> str:
 
 
 def _ended_by(number: signal.Signals) -> int:
-    _tell("interrupted" if number == signal.SIGINT else f"ended by {number.name}")
+    tell(INTERRUPTED if number == signal.SIGINT else f"ended by {number.name}")
     return 128 + number
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """One message of the command on stderr."""
     print(f"primus-odc: {text}", file=sys.stderr, flush=True)
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ from primus_odc.megatron.attention import PackedAttention, PackedRotaryEmbedding
 from primus_odc.megatron.gpt_config import GptConfig, gpt_config
 from primus_odc.megatron.loss import CrossEntropyHead
 from primus_odc.megatron.microbatch import Microbatch
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class RecomputedLayer(TransformerLayer):
@@ -114,6 +118,29 @@ class PackedGPT(GPTModel):
         )
         loss: torch.Tensor = self.output_layer(hidden, microbatch.target_index, microbatch.targets)
         return loss
+
+
+@contextmanager
+def alone_unless_initialised() -> Iterator[None]:
+    """A process group of this process alone, at the loopback interface, where there is none: to build a model that nobody trains. No host
+    name is looked up, nobody is waited for, and it is gone at the end."""
+    if dist.is_initialized():
+        yield
+        return
+    before = os.environ.get(_INTERFACE)
+    os.environ[_INTERFACE] = "lo"
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+    finally:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if before is None:
+            os.environ.pop(_INTERFACE, None)
+        else:
+            os.environ[_INTERFACE] = before
 
 
 def initialize_parallel_state() -> None:

@@ -2,40 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from primus_odc._locks import FOLDER_LOCK, lock_folder, lock_open_file, no_locks
+from primus_odc._locks import FOLDER_LOCK, cannot_be_made, lock_folder, lock_open_file, no_locks
 from primus_odc._problems import Problems
+from primus_odc.config import ParsedComm
 from primus_odc.errors import ConfigError, DataError
-from primus_odc.megatron.checkpoint import latest_step, read_state
-from primus_odc.megatron.run_options import RunOptions
+from primus_odc.experiment import Experiment
+from primus_odc.megatron.checkpoint import latest_step
+from primus_odc.megatron.continuing import find_what_keeps_from_continuing, require_checkpoint
 from primus_odc.megatron.train_config import TrainConfig
 from primus_odc.report.logs import require_no_log, require_own_log
 
 
-def check_outputs(options: RunOptions) -> None:
-    """Refuse to write over the outputs of an earlier run or of a running one, and to continue from a missing checkpoint.
+def find_output_problems(
+    problems: Problems, experiment: Experiment, params: Mapping[str, Any], comm: ParsedComm | None, train: TrainConfig, *, thorough: bool
+) -> None:
+    """Add what is wrong with where a run continues from and writes to: a checkpoint that is missing or does not go with the keys, folders
+    that cannot be written to, outputs of an earlier run or of a running one.
 
-    Raises:
-        ConfigError: all such problems at once.
+    Args:
+        problems: gets them.
+        experiment: says where the step log is.
+        params: keys of the trainer module.
+        comm: its arm; None where that is not known.
+        train: keys of the loop.
+        thorough: compare the model of the checkpoint too, see :func:`find_what_keeps_from_continuing`.
     """
-    problems, train = Problems(), options.train
-    save, load = train.save, train.load
+    save, load, before = train.save, train.load, len(problems.found)
     step = problems.of(lambda: step_to_load(train))
+    if len(problems.found) == before:
+        problems.of(lambda: require_checkpoint(train, step))
     if load is not None and step is not None:
-        problems.of(lambda: read_state(load, step))
+        find_what_keeps_from_continuing(problems, params, train, step, thorough=thorough)
+    for key, folder in _folders(experiment, params).items():
+        if reason := cannot_be_made(folder):
+            problems.found.append(f"{key}: {folder} cannot be made, {reason}; choose another folder")
     if load is None:
-        problems.of(lambda: require_no_log(options.experiment.root))
-    elif not problems.found:
-        problems.of(lambda: require_own_log(options.experiment.root, options.comm.arm, options.params, step or 0))
-    if save is not None:
+        problems.of(lambda: require_no_log(experiment.root))
+    elif comm is not None and len(problems.found) == before:
+        problems.of(lambda: require_own_log(experiment.root, comm.arm, dict(params), step or 0))
+    if save is not None and (reason := cannot_be_made(save)):
+        problems.found.append(f"save: {save} cannot be made, {reason}; choose another folder")
+    elif save is not None:
         problems.of(lambda: _require_idle(save))
         problems.of(lambda: _require_own(train))
-    problems.raise_any()
+
+
+def _folders(experiment: Experiment, params: Mapping[str, Any]) -> dict[str, Path]:
+    """Key -> folder that a run writes into, beside ``save``. A folder of token caches that is there may hold what is needed."""
+    folders, caches = {"workspace": experiment.root}, params.get("data_cache_path")
+    if isinstance(caches, str) and caches and not os.path.exists(os.path.expanduser(caches)):
+        folders["data_cache_path"] = Path(os.path.expanduser(caches))
+    return folders
 
 
 def step_to_load(train: TrainConfig) -> int | None:

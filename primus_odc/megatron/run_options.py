@@ -14,13 +14,18 @@ from typing import Any
 from primus_odc._config_values import describe
 from primus_odc._problems import Problems
 from primus_odc.config import Arm, OdcConfig, ParsedComm, parse_odc
-from primus_odc.data.build import check_data
+from primus_odc.data.build import build_tokenizer, check_data
+from primus_odc.data.enough import require_samples
 from primus_odc.errors import ConfigError
 from primus_odc.experiment import Experiment
+from primus_odc.megatron.schedule import schedule
 from primus_odc.megatron.train_config import TrainConfig, parse_train
 from primus_odc.megatron.train_keys import check_keys
 from primus_odc.planning import CostModel, Policy
 from primus_odc.planning.simulate import ARM_POLICY
+
+Further = Callable[[Problems, ParsedComm | None, TrainConfig | None], None]
+"""Adds to the problems; communication and run are None where something is wrong with them."""
 
 
 def policy_of(arm: Arm) -> Policy:
@@ -48,8 +53,13 @@ class RunOptions:
     cost_model: CostModel
 
     @classmethod
-    def of(cls, experiment: Experiment, params: dict[str, Any]) -> RunOptions:
+    def of(cls, experiment: Experiment, params: dict[str, Any], further: Further | None = None) -> RunOptions:
         """Check everything that can be checked before any process group exists and any sample is read.
+
+        Args:
+            experiment: the file.
+            params: of its trainer module, normalised.
+            further: checks whose problems are told along.
 
         Raises:
             ConfigError: all that is wrong with keys, values, their combinations, and the files and packages that they name.
@@ -57,14 +67,13 @@ class RunOptions:
         problems, comm, train = check_all_but_model(experiment, params)
         gpt_config = importlib.import_module("primus_odc.megatron.gpt_config").gpt_config
         described = problems.of(lambda: gpt_config(params, vocab_size=1))
-        problems.of(lambda: importlib.import_module("primus_odc.megatron.lr").schedule(params))
         problems.of(lambda: _require_devices(params.get("distributed_backend", "nccl")))
         if described is not None and comm is not None:
             problems.of(lambda: _require_positions(described, comm, params))
-        if train is not None:
-            problems.of(lambda: _require_checkpoint(train))
         if comm is not None and comm.arm.startswith("odc"):
             problems.of(lambda: _require_transport(comm, params.get("distributed_backend", "nccl")))
+        if further is not None:
+            further(problems, comm, train)
         problems.raise_any()
         assert comm is not None and train is not None and described is not None
         return cls(
@@ -77,14 +86,32 @@ class RunOptions:
         )
 
 
+def vocabulary_rows(params: Mapping[str, Any], train: TrainConfig) -> int:
+    """Rows of embedding and head of every model of an experiment: the tokenizer's, padded.
+
+    Raises:
+        ConfigError, DataError: as :func:`primus_odc.data.build.build_tokenizer`.
+    """
+    return train.padded_vocab_size(build_tokenizer(params).vocab_size)
+
+
 def require_checked(experiment: Experiment, params: dict[str, Any]) -> None:
-    """The checks of :meth:`RunOptions.of`; those of the model, which need torch, only where there is something to tell anyway.
+    """The checks of :meth:`RunOptions.of`, and that there are samples for a step; those of the model, which need torch, only where there is
+    something to tell anyway.
 
     Raises:
         ConfigError: as :meth:`RunOptions.of`.
     """
-    if check_all_but_model(experiment, params)[0].found:
-        RunOptions.of(experiment, params)
+
+    def enough(problems: Problems, comm: ParsedComm | None, train: TrainConfig | None) -> None:
+        if train is not None:
+            problems.of(lambda: require_samples(params, train.global_batch_size, evaluates=False))
+
+    problems, comm, train = check_all_but_model(experiment, params)
+    enough(problems, comm, train)
+    if problems.found:
+        RunOptions.of(experiment, params, enough)
+        problems.raise_any()
 
 
 def check_all_but_model(experiment: Experiment, params: Mapping[str, Any]) -> tuple[Problems, ParsedComm | None, TrainConfig | None]:
@@ -95,6 +122,7 @@ def check_all_but_model(experiment: Experiment, params: Mapping[str, Any]) -> tu
         problems.of(lambda: policy_of(comm.arm))
         problems.of(lambda: cap_of(comm, params))
     train = problems.of(lambda: parse_train(params))
+    problems.of(lambda: schedule(params))
     problems.of(lambda: check_data(params))
     if experiment.self_contained:
         problems.of(lambda: check_keys(params))
@@ -135,15 +163,6 @@ def _require_positions(described: Any, comm: ParsedComm, params: Mapping[str, An
                 f"max_position_embeddings: {described.max_positions} learned positions are fewer than the {cap} tokens a sample may have "
                 "(odc.max_tokens_per_microbatch, else seq_length); set it to at least that, or position_embedding_type: rope"
             ]
-        )
-
-
-def _require_checkpoint(train: TrainConfig) -> None:
-    """An empty ``load`` means a run that is to begin, which only makes sense where it also saves."""
-    latest_step = importlib.import_module("primus_odc.megatron.checkpoint").latest_step
-    if train.load is not None and train.load != train.save and train.ckpt_step is None and latest_step(train.load) is None:
-        raise ConfigError(
-            [f"load: {train.load} holds no checkpoint; a run that begins there and is continued later has save on the same folder"]
         )
 
 

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from primus_odc._words import counted
-from primus_odc.data import MinibatchStream, TokenDataset, build_dataset, build_tokenizer
+from primus_odc.data import MinibatchStream, TokenDataset, build_dataset, build_stream
 from primus_odc.errors import DataError, PlanError
 from primus_odc.megatron.arm import Arm, Minibatch, StepOutcome
 from primus_odc.megatron.checkpoint import load_checkpoint, save_checkpoint
 from primus_odc.megatron.collector import collecting_between_steps
 from primus_odc.megatron.minibatch import Maker, MinibatchFactory, evaluation_minibatches, make_minibatch
 from primus_odc.megatron.outputs import hold_save, step_to_load
-from primus_odc.megatron.run_options import RunOptions
+from primus_odc.megatron.run_options import RunOptions, vocabulary_rows
 from primus_odc.megatron.train_config import TrainConfig
 from primus_odc.report.logs import LogHeader, StepLogWriter, StepRecord, log_path
 from primus_odc.report.machine import describe_machine, describe_versions
@@ -56,15 +56,19 @@ def train(options: RunOptions, device: torch.device, on_step: Callable[[Minibatc
 def _train(options: RunOptions, device: torch.device, on_step: Callable[[Minibatch, StepOutcome], None] | None) -> None:
     params, train = options.params, options.train
     # The model first: reading the data may take long, and a model that does not fit should not.
-    vocab_size = train.padded_vocab_size(build_tokenizer(params).vocab_size)
+    vocab_size = vocabulary_rows(params, train)
     arm = Arm(params, options.comm, vocab_size, init_device_mesh(device.type, (dist.get_world_size(),)), device)
     dataset = _dataset(options, "train")
-    stream = MinibatchStream(len(dataset), train.global_batch_size, train.seed, dataset.fingerprint)
+    stream = build_stream(dataset, train.global_batch_size, train.seed)
     first_step = _resume(train, arm, stream)
     make = _maker(options, arm, device)
     validation = None
     if train.evaluates:
-        validation = evaluation_minibatches(_dataset(options, "validation"), train.eval_iters, train.global_batch_size, make)
+        held_out = _dataset(options, "validation")
+        validation = evaluation_minibatches(held_out, train.eval_iters, train.global_batch_size, make)
+        if arm.rank == 0 and len(held_out) < (asked := train.eval_iters * train.global_batch_size):
+            told = "an evaluation has each of the %d validation samples once, which are fewer than eval_iters x global_batch_size = %d"
+            logger.warning(told, len(held_out), asked)
     if arm.rank == 0:
         _summary(options, arm, dataset)
     with (

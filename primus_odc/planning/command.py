@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from primus_odc._arguments import positive
+from primus_odc._arguments import positive, take_overrides
 from primus_odc.config import OdcConfig
 from primus_odc.errors import PlanError
 from primus_odc.planning.cost import CostModel
@@ -53,6 +53,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minibatches", type=positive, default=16, metavar="N", help="minibatches to average over (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the distribution and of the order (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON with every step instead of the tables")
+    take_overrides(parser)
 
 
 def run_plan(args: argparse.Namespace) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
+
+logger = logging.getLogger("primus_odc")
 
 
 class EvaluationCycle:
@@ -11,7 +14,7 @@ class EvaluationCycle:
 
     Args:
         make: makes a microbatch of dataset indices.
-        samples: size of the dataset; where an evaluation has more, it begins anew.
+        samples: size of the dataset; where an evaluation has more, it begins anew, which rank 0 warns of.
         per_evaluation: samples of one evaluation over all ranks, a multiple of ``micro_batch_size * ranks``.
     """
 
@@ -22,6 +25,13 @@ class EvaluationCycle:
         self._micro_batch_size, self._rank, self._ranks = micro_batch_size, rank, ranks
         self._length = per_evaluation // (micro_batch_size * ranks)
         self._position = 0
+        if rank == 0 and per_evaluation > samples:
+            logger.warning(
+                "an evaluation has eval_iters x global_batch_size = %d samples and there are %d to validate on: some count more than once "
+                "in its loss; set a smaller eval_iters, or give more",
+                per_evaluation,
+                samples,
+            )
 
     def __iter__(self) -> EvaluationCycle:
         return self

@@ -25,7 +25,16 @@ class PretrainSource:
     """The minibatches of a run, of samples of one length; see :class:`primus_odc.primus.plan.MinibatchSource`."""
 
     def __init__(self, dataset: Any, args: Any, *, policy: Policy, cost_model: CostModel, max_tokens: int) -> None:
-        """``args`` are Megatron's."""
+        """``args`` are Megatron's.
+
+        Raises:
+            DataError: a step has more samples than the dataset.
+        """
+        if args.global_batch_size > len(dataset):
+            raise DataError(
+                f"global_batch_size: {args.global_batch_size} is more than the {len(dataset)} samples of the training dataset, so every "
+                f"step would hold some of them more than once; set it to at most {len(dataset)}, or give more data (data_path)"
+            )
         self._dataset = dataset
         self._args = args
         self._planning: dict[str, Any] = {"max_tokens": max_tokens, "cost_model": cost_model}

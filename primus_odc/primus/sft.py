@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from primus_odc.data import MinibatchStream, TokenDataset, build_dataset
+from primus_odc.data import TokenDataset, build_dataset, build_stream
 from primus_odc.data.packing import pack_microbatch
 from primus_odc.errors import DataError
 from primus_odc.megatron.loss import CrossEntropyHead
@@ -51,14 +51,18 @@ class SftSource:
         max_tokens: int,
         device: torch.device,
     ) -> None:
-        """``params`` are the keys that chose the data; ``args`` are Megatron's, after a checkpoint was loaded."""
+        """``params`` are the keys that chose the data; ``args`` are Megatron's, after a checkpoint was loaded.
+
+        Raises:
+            DataError: a step has more samples than the dataset; Megatron's own datasets would repeat them within it.
+        """
         self.identity = {
             "source": params["sft_dataset_name"],
             "tokenizer": params["tokenizer_type"],
             "fingerprint": dataset.fingerprint,
             "samples": len(dataset),
         }
-        self._stream = MinibatchStream(len(dataset), args.global_batch_size, args.seed, dataset.fingerprint)
+        self._stream = build_stream(dataset, args.global_batch_size, args.seed)
         self._stream.fast_forward(args.consumed_train_samples)
         self._next_step = args.iteration
         make = functools.partial(

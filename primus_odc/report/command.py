@@ -6,14 +6,16 @@ import argparse
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
+from primus_odc._arguments import repeated, take_overrides
 from primus_odc._config_values import nearest
-from primus_odc._locks import lock_folder
+from primus_odc._locks import cannot_be_made, lock_folder
 from primus_odc.errors import ConfigError
+from primus_odc.megatron.launcher import tell
 from primus_odc.report.agreement import disagreements
 from primus_odc.report.html import write_page
 from primus_odc.report.logs import compare_logs, log_path
@@ -37,6 +39,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", metavar="LIST", help=f"comma-separated, of {', '.join(ARMS)} (default: nccl_pad,odc_pad,odc_nopad)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of every arm (default: train_iters of the experiment)")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this host (default: the smaller of cores and 4)")
+    take_overrides(parser)
 
 
 def run_compare(args: argparse.Namespace) -> int:
@@ -62,7 +65,7 @@ def run_compare(args: argparse.Namespace) -> int:
     # Finished runs may differ on purpose, in their learning rates for instance; arms run side by side may not.
     problems = disagreements(result) if args.from_logs is None else []
     for problem in problems:
-        print(f"primus-odc: error: {problem}", file=sys.stderr)
+        tell(f"error: {problem}")
     return 1 if problems else 0
 
 
@@ -76,11 +79,12 @@ def _result(args: argparse.Namespace, arms: Sequence[str], hold: Callable[[], ob
         hold()
         return result
     # The arms need torch and megatron-core; a comparison of logs needs neither.
-    module = importlib.import_module("primus_odc.megatron.compare")
-    run_comparison = cast(Callable[..., ComparisonResult], module.run_comparison)
-    return run_comparison(
-        args.config, overrides=args.overrides, arms=arms, steps=args.steps, nproc=args.nproc, command=command, before_start=hold
-    )
+    run_job = importlib.import_module("primus_odc.megatron.compare").run_job
+    options = {"overrides": args.overrides, "arms": arms, "steps": args.steps, "nproc": args.nproc, "command": command}
+    with tempfile.TemporaryDirectory(prefix="primus-odc-") as folder:
+        file = Path(folder) / "result.json"
+        run_job(args.config, **options, result=file, before_start=hold)
+        return ComparisonResult.read(file)
 
 
 def _busy(output: Path) -> str:
@@ -114,13 +118,14 @@ def option_problems(args: argparse.Namespace, arms: Sequence[str]) -> list[str]:
     elif args.config is None:
         problems.append("compare needs an experiment YAML to run the arms of, or --from-logs A B")
     problems += [f"--arms: {arm!r} is not known, did you mean {nearest(arm, ARMS)!r}? allowed: {', '.join(ARMS)}" for arm in unknown]
-    if len(set(arms)) != len(arms):
-        problems.append(f"--arms: each arm once, got {', '.join(arms)}")
+    problems += repeated("--arms", arms)
+    if len(set(arms)) < 2 and not unknown:
+        other = arms[0] if arms[0] != "nccl_pad" else "odc_nopad"
+        problems.append(f"--arms: {arms[0]} alone leaves nothing to compare; name at least two, separated by commas, as nccl_pad,{other}")
     if args.output is not None:
-        # The first folder that there is, from the named one upwards, decides whether the rest can be made.
-        folder = next(path for path in (args.output, *args.output.absolute().parents) if path.exists())
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            problems.append(f"--output: {args.output} cannot be made, {folder} is no folder that can be written to")
+        reason = cannot_be_made(args.output)
+        if reason is not None:
+            problems.append(f"--output: {args.output} cannot be made, {reason}")
     problems += [
         f"{name}: must be at least 1, got {value}"
         for name, value in (("--steps", args.steps), ("--nproc", args.nproc))

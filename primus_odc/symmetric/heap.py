@@ -329,8 +329,10 @@ class SymmetricHeap:
             if fault := pulse.fault():
                 raise PeerTimeoutError(f"{me}: {goal} (it is {self.read(home, word, index)}): {fault}")
             if overdue_s := pulse.overdue_s():
+                unheard = pulse.unheard()
+                state = f"{unheard}: it died, or" if unheard else "that rank is alive but"
                 raise PeerTimeoutError(
-                    f"{me}: {goal} (it is {self.read(home, word, index)}): that rank is alive but did not get there in {overdue_s:.1f} s "
+                    f"{me}: {goal} (it is {self.read(home, word, index)}): {state} did not get there in {overdue_s:.1f} s "
                     f"({HARD_CAP_FACTOR} x odc.timeout_s); raise odc.timeout_s if it may take that long"
                 )
         key = operation.split(" ", 1)[0]
@@ -358,8 +360,9 @@ class SymmetricHeap:
             if fault := pulse.fault():
                 raise PeerTimeoutError(f"{me}: {operation}: {fault}")
             if overdue_s := pulse.overdue_s():
+                unheard = f"; {text}" if (text := pulse.unheard()) else ""
                 raise PeerTimeoutError(
-                    f"{me}: {operation}: not all ranks got there in {overdue_s:.1f} s ({HARD_CAP_FACTOR} x odc.timeout_s); raise "
+                    f"{me}: {operation}: not all ranks got there in {overdue_s:.1f} s ({HARD_CAP_FACTOR} x odc.timeout_s){unheard}; raise "
                     "odc.timeout_s if it may take that long"
                 )
 

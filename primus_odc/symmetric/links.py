@@ -15,7 +15,7 @@ where nodes are equally large). Protocol:
 4. End-of-file or a reset without goodbye is the death of the process at the other end. Its mates see it too and tell their links, so that
    all ranks of all nodes name it. Any other error (no route, timed out) is a cut network: nothing is heard any more, which is silence.
 5. A rank whose heartbeat stands still is silent; where that of the contact stands still as well, the contact is named, for it tells nothing
-   of others then. A rank whose contact left is waited for by the clock alone.
+   of others then. A rank whose contact left is waited for by the clock alone (:mod:`primus_odc.symmetric.pulse` says how long, and why).
 
 Nothing here waits after start-up: what a socket does not take at once stays, and no further report is begun before it is gone.
 """

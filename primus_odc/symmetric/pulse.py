@@ -1,4 +1,12 @@
-"""Who falls silent while somebody waits."""
+"""Who falls silent while somebody waits.
+
+A rank of another node is heard through its contact there. Where that one left without detaching (a script that ends without ``detach()``)
+nobody can tell a rank that is stopped from one that is busy, and such a rank is given the time of a busy one, :data:`HARD_CAP_FACTOR`
+time-outs, not the single one of a silent one. One would be too few: ``odc.timeout_s`` need only be a third of what the slowest rank takes
+for a minibatch, so a rank that computes, or writes a checkpoint before it publishes, may rightly need more, and the run would end with a
+rank blamed that does as it should. So long waits only who has no mate that hears of that rank through another contact: such a mate fails
+after one time-out and tells its node why. A death is seen at once all the same, by the contact that the dead rank has in this node.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +54,15 @@ class Pulse:
             else:
                 who = self._names[rank]
             return f"no sign of life from {who} for {silent_s:.1f} s {limit}"
+        return ""
+
+    def unheard(self) -> str:
+        """Which rank nothing is heard of because its contact left, and when that began, as the beginning of a sentence; empty if none."""
+        left = self._watcher.left
+        for rank in self._ranks:
+            contact = self._watcher.contact_of(rank)
+            if contact != rank and contact in left and rank not in left:
+                return f"nothing is heard of {self._names[rank]} since {self._names[contact]} left (detached or closed its heap)"
         return ""
 
     def overdue_s(self) -> float:

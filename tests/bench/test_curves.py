@@ -48,8 +48,9 @@ def test_an_arm_that_differs_by_chance_only_is_seldom_called_outside() -> None:
 @pytest.mark.timeout(150)
 def test_curves_of_two_arms_are_written_with_their_verdicts(tmp_path: Path) -> None:
     words = ["--arms", "nccl_pad", "odc_nopad", "--steps", "4", "--assignments", "3", "--nproc", "2", "--out", str(tmp_path / "c.json")]
-    code = main(["bench", "curves", str(SMOKE), *words, "--set", f"data_cache_path={tmp_path / 'cache'}"])
+    code = main(["bench", "curves", str(SMOKE), *words, "--data_cache_path", str(tmp_path / "cache"), "odc.timeout_s=77"])
     (entry,) = json.loads((tmp_path / "c.json").read_text())["runs"][0]["entries"]
+    assert entry["config"]["odc"]["timeout_s"] == 77
     losses = entry["losses"]
     assert entry["kind"] == "curves" and [len(curve) for arm in losses.values() for curve in arm] == [4] * 5
     for own, reference in zip(losses["odc_nopad"], losses["nccl_pad"][:2], strict=True):
@@ -61,3 +62,5 @@ def test_curves_of_two_arms_are_written_with_their_verdicts(tmp_path: Path) -> N
 def test_what_cannot_be_judged_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"(?s)3 problems.*nccl_pad is what.*at least 2.*--of-others 2: at most"):
         main(["bench", "curves", str(SMOKE), "--arms", "odc_pad", "--assignments", "1", "--out", "c.json", "--traceback"])
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*nccl_pad stands there 2 times.*nccl_pad alone leaves nothing to judge"):
+        main(["bench", "curves", str(SMOKE), "--arms", "nccl_pad", "nccl_pad", "--out", "c.json", "--traceback"])

@@ -120,11 +120,11 @@ def test_other_minibatches_are_not_compared(tmp_path: Path) -> None:
 def test_what_cannot_be_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    words = ["--primus", str(tmp_path), "--megatron", str(tmp_path), "--arms", "ideal", "odc_pad", "--out", str(tmp_path / "full")]
-    assert main(["bench", "primus", *words, "--shape", "tiny", "--cap", "100"]) == 2
+    words = ["--primus", str(tmp_path), "--megatron", str(tmp_path), "--out", str(tmp_path / "full")]
+    assert main(["bench", "primus", *words, "--arms", "ideal", "odc_pad", "odc_pad", "--shape", "tiny", "--cap", "100"]) == 2
     error = capsys.readouterr().err
     told = ("is no checkout of Primus", "is no checkout of Megatron-LM", "--arms ideal", "not an empty folder", "--cap: below 128 tokens")
-    for part in told:
+    for part in (*told, "--arms: odc_pad stands there 2 times"):
         assert part in error
 
 

@@ -63,6 +63,11 @@ def test_everything_wrong_is_told_at_once() -> None:
     assert len(caught.value.problems) == 6
 
 
+def test_an_arm_is_named_once() -> None:
+    with pytest.raises(ConfigError, match=r"1 problem(?s:.*)--arms: ideal stands there 2 times; name each once"):
+        replace(JOB, arms=("ideal", "nccl_pad", "ideal")).check()
+
+
 def test_the_shapes_have_the_published_sizes() -> None:
     def parameters(name: str) -> int:
         shape = SHAPES[name]

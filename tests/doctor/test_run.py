@@ -90,6 +90,11 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, seen: int, adv
     assert f"needs a GPU for each of 8 processes of this host and torch sees {seen}; {advice}" in told
 
 
+def test_samples_for_a_step() -> None:
+    (told,) = problems(run.check_run(Job(config=CPU, overrides=["--sft_max_samples", "8", "--eval_iters", "0"], ranks=2)))
+    assert "global_batch_size: 9 is more than the" in told
+
+
 def test_several_nodes() -> None:
     (told,) = problems(run.check_run(Job(config=CPU, ranks=4, nodes=2)))
     assert "reaches the ranks of one node and there are 2" in told and "nccl_pad" in told
@@ -106,7 +111,7 @@ def test_a_processor_that_orders_stores_otherwise(monkeypatch: pytest.MonkeyPatc
 def describe(arm: str, device: Any) -> Any:
     from primus_odc.config import parse_odc
 
-    return lambda job: run.Run(comm=parse_odc({"comm_backend": arm}), params={}, device_type=device, kind=None)
+    return lambda job, thorough: run.Run(comm=parse_odc({"comm_backend": arm}), params={}, device_type=device, kind=None)
 
 
 def test_what_symmetric_memory_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +133,7 @@ def test_what_a_library_needs_of_this_hosts_network(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("primus_odc.fsdp.choices.resolve_transport", lambda odc, device_type, machines: "mori")
     monkeypatch.setattr(run, "detect_nic", lambda: detect_nic(Path("/nonexistent")))
     keys = {"comm_backend": "odc_pad", "odc": {"interface": "eth77"}}
-    monkeypatch.setattr(run, "describe_run", lambda job: run.Run(comm=parse_odc(keys), params={}, device_type="cuda", kind=None))
+    monkeypatch.setattr(run, "describe_run", lambda job, thorough: run.Run(comm=parse_odc(keys), params={}, device_type="cuda", kind=None))
     job = Job(config="exp.yaml", ranks=16, nodes=2, facts={"gpus": 8})
     told = problems(run.check_run(job))
     assert len(told) == 2

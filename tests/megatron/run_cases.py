@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
+
+from primus_odc._problems import Problems
 from primus_odc.experiment import Experiment
+from primus_odc.megatron.checkpoint import LATEST, checkpoint_folder
+from primus_odc.megatron.lr import build_scheduler
+from primus_odc.megatron.outputs import find_output_problems
 from primus_odc.megatron.trainer import RunOptions, train
 from tests.megatron.arm_cases import ARMS, PARAMS
 from tests.megatron.gpt_cases import CPU
@@ -53,6 +60,35 @@ def options(folder: Path, arm: str, run: str, **changed: Any) -> RunOptions:
         source=folder / "experiment.yaml",
     )
     return RunOptions.of(experiment, params)
+
+
+def check_outputs(opts: RunOptions, *, thorough: bool = False) -> None:
+    """Refuse what keeps a run from continuing and writing, as ``primus-odc train`` does."""
+    problems = Problems()
+    find_output_problems(problems, opts.experiment, opts.params, opts.comm, opts.train, thorough=thorough)
+    problems.raise_any()
+
+
+def write_checkpoint(folder: Path, step: int, opts: RunOptions) -> Path:
+    """A checkpoint of ``opts`` but for its tensors, and for those of a model without parameters."""
+    scheduler = build_scheduler(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), opts.params)
+    scheduler.step(step)
+    source = checkpoint_folder(folder, step)
+    dcp.save({"x": torch.zeros(1)}, checkpoint_id=source, no_dist=True)
+    position = {"num_samples": 19, "global_batch_size": opts.train.global_batch_size, "seed": opts.train.seed}
+    state = {
+        "format": 1,
+        "step": step,
+        "trained_steps": step,
+        "arm": opts.comm.arm,
+        "world_size": 1,
+        "scheduler": scheduler.state_dict(),
+        "stream": {**position, "dataset_fingerprint": "of the data", "consumed_samples": step * opts.train.global_batch_size},
+        "parameters": {},
+    }
+    (source / "trainer.json").write_text(json.dumps(state), encoding="utf-8")
+    (folder / LATEST).write_text(f"{step}\n", encoding="utf-8")
+    return folder
 
 
 def run(opts: RunOptions) -> Seen:

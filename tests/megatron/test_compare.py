@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from primus_odc._locks import FOLDER_LOCK, lock_folder
 from primus_odc.errors import ConfigError, DataError
-from primus_odc.megatron.compare import run_comparison
+from primus_odc.megatron.compare import run_job
 from primus_odc.megatron.compare_job import arm_params
 from primus_odc.report.ladder import free_ms, lockstep_ms
 from primus_odc.report.result import ComparisonResult
@@ -24,6 +25,7 @@ from tests.workers import Program
 SMOKE = ROOT / "configs" / "smoke.yaml"
 STEPS, RANKS = 3, 2
 ARMS = ["nccl_pad", "nccl_zero2", "odc_pad", "odc_nopad"]
+ONE: dict[str, Any] = {"arms": ARMS, "steps": 1, "nproc": 2, "command": "", "result": Path("never-written.json")}
 
 
 def words_of(folder: Path, *words: str) -> list[str]:
@@ -151,12 +153,13 @@ def test_an_interrupted_comparison_says_so_and_leaves_no_rank(tmp_path: Path) ->
 
 @pytest.mark.timeout(180)
 def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
+    # Enough for a step, which is all that is read before ranks are started.
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 9 + '{"messages": 3}\n')
     process = forked(tmp_path, "--sft_dataset_name", str(tmp_path / "bad.jsonl"))
     process.wait(120)
     assert process.returncode == 2
     err = process.stderr
-    assert "ranks 0, 1 failed with exit status 2" in err and err.count("sample 'bad.jsonl:1'") == 1 and "Traceback" not in err
+    assert "ranks 0, 1 failed with exit status 2" in err and err.count("sample 'bad.jsonl:10'") == 1 and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -165,14 +168,19 @@ def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
         (["--train_itres", "3"], "train_iters"),
         (["--distributed_backend", "nccl"], "gloo"),
         (["odc.timeout=3"], "timeout_s"),
+        (["--odc", "0"], "odc must be a block of keys, but the number 0 was given"),
+        (["--odc", "[timeout_s]"], r"odc must be a block of keys, but the list \['timeout_s'\] was given"),
         (["--sft_dataset_name", "absent.jsonl"], "no such path"),
+        (["--sft_max_samples", "7"], "global_batch_size: 8 is more than the 7 samples to train on"),
+        (["--sft_max_samples", "7", "--train_itres", "3"], "(?s)2 problems.*train_itres .*global_batch_size: 8 is more than the 7"),
         # The model's keys are told along.
-        (["--lr", "-1", "--num_layers", "0", "--train_itres", "3"], "(?s)3 problems.*train_itres .*num_layers: .*lr is"),
+        (["--lr", "-1", "--num_layers", "0", "--train_itres", "3"], "(?s)3 problems.*lr is .*train_itres .*num_layers: "),
+        (["--lr_warmup_iters", "9"], "the warm-up of 9 steps .* must be shorter than lr_decay_iters"),
     ],
 )
 def test_wrong_keys_are_refused_before_any_process(overrides: Sequence[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        run_comparison(SMOKE, overrides=overrides, arms=ARMS, steps=1, nproc=2, command="", before_start=never)
+        run_job(SMOKE, overrides=overrides, **ONE, before_start=never)
 
 
 def never() -> None:
@@ -185,14 +193,14 @@ def test_a_folder_that_is_taken_is_told_before_any_process(monkeypatch: pytest.M
 
     monkeypatch.setattr("primus_odc.megatron.compare.run_ranks", lambda *words, **options: never())
     with pytest.raises(DataError, match="taken"):
-        run_comparison(SMOKE, overrides=[], arms=ARMS, steps=1, nproc=2, command="", before_start=taken)
+        run_job(SMOKE, overrides=[], **ONE, before_start=taken)
 
 
 def test_no_launcher_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="torchrun"):
-        run_comparison(SMOKE, overrides=[], arms=ARMS, steps=1, nproc=2, command="", before_start=never)
+        run_job(SMOKE, overrides=[], **ONE, before_start=never)
 
 
 def test_an_arm_is_chosen_by_its_reporting_name() -> None:

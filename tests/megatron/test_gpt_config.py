@@ -66,6 +66,10 @@ def test_absent_keys_have_megatrons_defaults() -> None:
         ({"recompute_granularity": "full"}, "recompute_num_layers is missing"),
         ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, "across FSDP2 units"),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "recompute_modules: ['mlp']"),
+        ({"recompute_granularity": "selective", "recompute_modules": []}, "recompute_modules: [] is not supported"),
+        ({"recompute_granularity": "selective", "recompute_modules": 0}, "recompute_modules: 0 is not supported"),
+        ({"recompute_granularity": 0}, "recompute_granularity: 0 is not supported"),
+        ({"recompute_granularity": ""}, "recompute_granularity: '' is not supported"),
         ({"recompute_granularity": "all"}, "supported: none, full, selective"),
     ],
 )

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -82,13 +84,23 @@ def test_a_resumed_schedule_goes_on_where_it_stopped() -> None:
         ({"end_weight_decay": 0.1}, "end_weight_decay is the number 0.1 and needs"),
         ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}, "lr_warmup_fraction and lr_warmup_iters exclude each other"),
         ({"lr_warmup_iters": 20}, "must be shorter than lr_decay_iters"),
-        ({"train_iters": None}, "train_iters is missing; it must be a number of at least 1"),
+        ({"train_iters": None}, "train_iters is missing; it must be a whole number of at least 1"),
         ({"lr_warmup_iters": "few"}, "lr_warmup_iters is the text 'few'"),
         ({"lr_decay_iters": "many"}, "lr_decay_iters is the text 'many'"),
         ({"weight_decay": True}, "weight_decay is true"),
         ({"lr": math.inf}, "lr is the number inf"),
         ({"lr_decay_style": "WSD"}, "needs lr_wsd_decay_iters"),
         ({"weight_decay_incr_style": "linear"}, "start_weight_decay is missing"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 21},
+            "lr_wsd_decay_iters (21) must be at most lr_decay_iters",
+        ),
+        ({"lr_decay_iters": 12.5}, "lr_decay_iters is the number 12.5; it must be a whole number of at least 1"),
+        ({"lr_warmup_iters": 2.5}, "lr_warmup_iters is the number 2.5; it must be a whole number of at least 0"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 2.5}, "lr_wsd_decay_iters is the number 2.5; it must be a whole number"),
+        ({"lr_warmup_iters": False, "lr_warmup_fraction": 0.1}, "lr_warmup_iters is false"),
+        ({"lr_warmup_iters": "", "lr_warmup_fraction": 0.1}, "lr_warmup_iters is the text ''"),
+        ({"lr_warmup_iters": None, "lr_warmup_fraction": 1.0}, "must be shorter than lr_decay_iters"),
         ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "exclude each other"),
     ],
 )
@@ -96,6 +108,13 @@ def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_scheduler(optimizer(), {**BASE, **changes})
     assert any(words in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_keys_are_checked_without_torch() -> None:
+    code = (
+        "import sys; from primus_odc.megatron.schedule import schedule as s; s({'train_iters': 3, 'lr': 1}); exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

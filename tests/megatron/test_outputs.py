@@ -10,10 +10,10 @@ import pytest
 
 from primus_odc._locks import FOLDER_LOCK
 from primus_odc.errors import ConfigError, DataError
-from primus_odc.megatron.outputs import check_outputs, hold_save
+from primus_odc.megatron.outputs import hold_save
 from primus_odc.megatron.trainer import train
 from tests.megatron.gpt_cases import CPU
-from tests.megatron.run_cases import options, run, write_dialogues
+from tests.megatron.run_cases import check_outputs, options, run, write_dialogues
 
 BUSY = r"a run that is still going on keeps its checkpoints in .*ckpt; save elsewhere, or wait for its end and continue it \(load\)"
 

@@ -11,12 +11,10 @@ import pytest
 
 from primus_odc.errors import ConfigError
 from primus_odc.experiment import load_experiment
-from primus_odc.megatron.checkpoint import LATEST
-from primus_odc.megatron.outputs import check_outputs
 from primus_odc.megatron.planned import read_planned
 from primus_odc.megatron.run_options import RunOptions
 from primus_odc.megatron.train_config import normalise
-from tests.megatron.run_cases import options, write_dialogues
+from tests.megatron.run_cases import check_outputs, options, write_checkpoint, write_dialogues
 from tests.report.test_logs import HEADER, step, write
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -97,26 +95,19 @@ def test_plan_has_the_costs_and_the_cap_of_training(tmp_path: Path, cost_model: 
     assert (planned.max_tokens, planned.global_batch_size) == (trained.max_tokens, trained.train.global_batch_size) == (256, 8)
 
 
-def checkpoint(folder: Path, number: int) -> Path:
-    """What there is of a checkpoint before torch is asked."""
-    state = folder / f"iter_{number:07d}" / "trainer.json"
-    state.parent.mkdir(parents=True)
-    state.write_text('{"format": 1}')
-    (folder / LATEST).write_text(f"{number}\n")
-    return folder
-
-
 def test_outputs_of_an_earlier_run(folder: Path) -> None:
-    saved, empty = checkpoint(folder / "saved", 3), str(folder / "empty")
+    run = options(folder, "odc_nopad", "run")
+    saved, empty = write_checkpoint(folder / "saved", 3, run), str(folder / "empty")
     check_outputs(options(folder, "odc_nopad", "run", save=empty, load=empty))
     write(folder / "run", replace(HEADER, arm="odc_nopad", config={"save": str(saved)}), [step(0)])
     for keys, said in (
         ({}, ["log of another run"]),
-        ({"load": empty, "save": empty + "2"}, ["holds no checkpoint"]),
+        ({"load": empty, "save": empty + "2"}, ["is not there; a run that begins there"]),
+        ({"load": str(folder), "save": empty}, ["holds no checkpoint; a run that begins there"]),
         ({"load": empty, "save": empty}, ["load holds no checkpoint, and it is another run's: "]),
         ({"save": str(saved)}, ["log of another run", "holds the checkpoint of step 3"]),
         ({"load": str(saved), "ckpt_step": 2}, ["iter_0000002: no such checkpoint"]),
-        ({"load": str(saved), "save": str(checkpoint(folder / "other", 1))}, ["holds the checkpoint of step 1"]),
+        ({"load": str(saved), "save": str(write_checkpoint(folder / "other", 1, run))}, ["holds the checkpoint of step 1"]),
         ({"load": str(folder / "other")}, ["its run saved no checkpoint in load, and it is another run's: "]),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -210,6 +210,7 @@ def test_check_says_once_that_all_is_well(
     said = capsys.readouterr().out
     assert said.count("\n") == (rank == "0")
     assert rank == "1" or (said.startswith(f"{SMOKE}: nothing wrong for odc_pad in keys") and str(tmp_path) in said)
+    assert rank == "1" or "; there are samples enough for a step, whether all can be used is known when training starts; " in said
 
 
 def test_check_trains_nothing_and_refuses_what_training_would(
@@ -223,6 +224,14 @@ def test_check_trains_nothing_and_refuses_what_training_would(
     with pytest.raises(ConfigError, match="needs a GPU for the one process of this host and torch sees 0; set distributed_backend: gloo"):
         run_train(arguments(*words, "--distributed_backend", "nccl"))
     assert "nothing wrong" not in capsys.readouterr().out
+    # Ten thousand definitions are more than the library has; with too many the wrong key is told along.
+    with pytest.raises(
+        ConfigError, match=r"(?s)2 problems.*trani_iters .*global_batch_size: 99999 is more than the \d+ samples to train on"
+    ):
+        run_train(arguments(*words, "--global_batch_size", "99999", "--trani_iters", "3"))
+    with pytest.raises(ConfigError, match=r"the validation part of standard library, by definition is empty: 40 samples"):
+        run_train(arguments(*words, "--sft_max_samples", "40", "--sft_validation_fraction", "1e-9"))
+    assert not list(tmp_path.iterdir())
     run = tmp_path / "primus_odc" / "local" / "smoke"
     run.mkdir(parents=True)
     (run / "steps.jsonl").write_text("header\nstep\n")

@@ -130,7 +130,7 @@ def test_vocabulary_is_padded_as_megatron_pads_it(tokens: int, rows: int) -> Non
 
 def test_every_key_that_is_read_is_known() -> None:
     folder = Path(primus_odc.megatron.__file__).parent
-    modules = ("lr", "sharding", "arm", "trainer", "run_options", "train_config", "gpt_config")
+    modules = ("schedule", "sharding", "arm", "trainer", "run_options", "train_config", "gpt_config")
     read = {key for name in modules for key in _read_keys((folder / f"{name}.py").read_text())}
     read |= set(gpt_config._FIXED) | set(DataConfig.__dataclass_fields__)
     assert {"lr", "bf16", "adam_eps", "seq_length", "num_layers", "save", "eval_iters", "lr_warmup_fraction"} <= read
@@ -139,7 +139,7 @@ def test_every_key_that_is_read_is_known() -> None:
 
 def _read_keys(source: str) -> set[str]:
     """Keys in params.get("..."), number("..."), keys.flag("..."), params["..."] and the like."""
-    calls = re.findall(r"(?:\bget|\bnumber|\binterval|\bfolder|keys\.(?:optional|flag|choice))\(\s*\"([a-z]\w*)\"", source)
+    calls = re.findall(r"(?:\bget|\bnumber|\bcount|\binterval|\bfolder|keys\.(?:optional|flag|choice))\(\s*\"([a-z]\w*)\"", source)
     return set(calls) | set(re.findall(r"params\[\"(\w+)\"\]", source))
 
 

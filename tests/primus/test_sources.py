@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from primus_odc.data import build_dataset
+from primus_odc.errors import DataError
 from primus_odc.planning import CostModel, Policy
-from primus_odc.primus import pretrain
+from primus_odc.primus import pretrain, sft
 from primus_odc.primus.evaluation import EvaluationCycle
 from primus_odc.primus.pretrain import PretrainSource
+from primus_odc.primus.sft import SftSource
+from tests.megatron.run_cases import write_dialogues
 
 LENGTH = 4
 
@@ -25,6 +30,14 @@ def test_an_evaluation_sees_the_first_samples_once_on_some_rank_and_the_next_one
     assert evaluations[0] == evaluations[1]
     assert all(len(microbatch) == size for microbatch in evaluations[0])
     assert sorted(i for microbatch in evaluations[0] for i in microbatch) == sorted(i % samples for i in range(per_evaluation))
+
+
+def test_an_evaluation_with_more_samples_than_there_are_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    for samples, rank in ((12, 0), (5, 1)):
+        EvaluationCycle(list, samples, 12, 1, rank, 2)
+    assert caplog.text == ""
+    EvaluationCycle(list, 5, 12, 1, 0, 2)
+    assert "an evaluation has eval_iters x global_batch_size = 12 samples and there are 5 to validate on: some count more" in caplog.text
 
 
 class _Dataset:
@@ -79,3 +92,25 @@ def test_the_position_is_all_that_decides_and_the_dataset_begins_anew_at_its_end
     plans, microbatches = sources(1, "lb_mini", 4, LENGTH, consumed=8, size=10)
     assert sorted(int(m["tokens"][0, 0]) for m in microbatches[0]) == [0, 1, 8, 9]
     assert plans[0].digest != sources(1, "lb_mini", 4, LENGTH, consumed=4, size=10)[0][0].digest
+
+
+def test_no_step_has_more_samples_than_the_dataset(sources: Any) -> None:
+    sources(1, "lb_mini", 4, LENGTH, consumed=0, size=4)
+    with pytest.raises(DataError, match=r"global_batch_size: 4 is more than the 3 samples of the training dataset.* at most 3, or"):
+        sources(1, "lb_mini", 4, LENGTH, consumed=0, size=3)
+
+
+def test_no_step_of_fine_tuning_has_more_samples_than_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sft.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(sft.dist, "get_world_size", lambda: 1)
+    params = {"sft_dataset_name": str(write_dialogues(tmp_path / "three.jsonl", 3)), "tokenizer_type": "byte"}
+    dataset = build_dataset(params, workspace=tmp_path, max_tokens=200, over_length="error")
+
+    def source(batch: int) -> SftSource:
+        args = SimpleNamespace(global_batch_size=batch, seed=1, consumed_train_samples=0, iteration=0)
+        planning: dict[str, Any] = {"policy": "lb_mini", "cost_model": CostModel.from_config("linear"), "max_tokens": 200}
+        return SftSource(dataset, args, params, device=torch.device("cpu"), **planning)
+
+    source(3).close()
+    with pytest.raises(DataError, match="global_batch_size: 4 is more than the 3 samples to train on"):
+        source(4)

@@ -43,7 +43,7 @@ def test_the_command_reports_first_and_then_fails(
 ) -> None:
     module = ModuleType("primus_odc.megatron.compare")
     wrong = with_loss(make_comparison(steps=6, ranks=2), "odc_nopad", 4, 1.01)
-    module.run_comparison = lambda *_, **__: wrong  # type: ignore[attr-defined]
+    module.run_job = lambda *_, result, **__: wrong.write(result)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "primus_odc.megatron.compare", module)
     parser = argparse.ArgumentParser()
     add_compare_arguments(parser)

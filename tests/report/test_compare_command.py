@@ -39,20 +39,20 @@ def test_from_logs_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "nccl_pad (B)" in capsys.readouterr().out
 
 
-def play_arms(monkeypatch: pytest.MonkeyPatch, run_comparison: Callable[..., ComparisonResult]) -> None:
+def play_arms(monkeypatch: pytest.MonkeyPatch, run_job: Callable[..., None]) -> None:
     module = ModuleType("primus_odc.megatron.compare")
-    module.run_comparison = run_comparison  # type: ignore[attr-defined]
+    module.run_job = run_job  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "primus_odc.megatron.compare", module)
 
 
 def test_arms_are_run_by_the_other_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def run_comparison(config: Path, **options: Any) -> ComparisonResult:
+    def run_job(config: Path, *, result: Path, **options: Any) -> None:
         calls.append((config, options))
-        return make_comparison(steps=4, ranks=2)
+        make_comparison(steps=4, ranks=2).write(result)
 
-    play_arms(monkeypatch, run_comparison)
+    play_arms(monkeypatch, run_job)
     args = parse(["x.yaml", "--arms", "nccl_pad,odc_nopad", "--steps", "3", "--nproc", "2", "--output", str(tmp_path)], ["--lr", "1"])
     assert run_compare(args) == 0
     ((config, options),) = calls
@@ -71,11 +71,11 @@ def test_two_at_once_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: p
     out, busy = tmp_path / "out", r"--output: a run that is still going on writes into .*out; choose another folder with --output"
     from_logs, arms = ["--from-logs", *runs, "--output", str(out)], ["x.yaml", "--output", str(out)]
 
-    def second(config: Path, *, before_start: Callable[[], object], **options: Any) -> ComparisonResult:
+    def second(config: Path, *, before_start: Callable[[], object], **options: Any) -> None:
         before_start()
         raise AssertionError("ranks were started")
 
-    def first(config: Path, *, before_start: Callable[[], object], **options: Any) -> ComparisonResult:
+    def first(config: Path, *, result: Path, before_start: Callable[[], object], **options: Any) -> None:
         assert not out.exists()  # a comparison that is refused leaves none
         before_start()
         for words in (from_logs, arms):
@@ -83,7 +83,7 @@ def test_two_at_once_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: p
             with pytest.raises(DataError, match=busy):
                 run_compare(parse(words))
         assert [path.name for path in out.iterdir()] == [FOLDER_LOCK]
-        return make_comparison(steps=4, ranks=2)
+        make_comparison(steps=4, ranks=2).write(result)
 
     play_arms(monkeypatch, first)
     assert run_compare(parse(arms)) == 0
@@ -112,6 +112,25 @@ def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
 def test_misspelt_arms(arm: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"--arms: '{arm}' is not known, did you mean '{meant}'"):
         run_compare(parse(["x.yaml", "--arms", f"odc_pad,{arm}"]))
+
+
+@pytest.mark.parametrize(
+    ("arms", "said"),
+    [
+        ("odc_nopad", ["odc_nopad alone leaves nothing to compare; name at least two, separated by commas, as nccl_pad,odc_nopad"]),
+        ("nccl_pad", ["nccl_pad alone leaves nothing to compare; name at least two, separated by commas, as nccl_pad,odc_nopad"]),
+        ("odc_pad,odc_pad", ["odc_pad stands there 2 times; name each once", "odc_pad alone leaves nothing to compare"]),
+        ("odc_pad,nccl_pad,odc_pad", ["odc_pad stands there 2 times; name each once"]),
+        ("best", ["'best' is not known"]),
+        ("", ["'' is not known"]),
+    ],
+)
+def test_arms_that_leave_nothing_to_compare(arms: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    play_arms(monkeypatch, lambda *_, **__: pytest.fail("the arms were run"))
+    with pytest.raises(ConfigError) as refusal:
+        run_compare(parse(["x.yaml", "--arms", arms]))
+    assert len(refusal.value.problems) == len(said)
+    assert all(problem.startswith(f"--arms: {start}") for problem, start in zip(refusal.value.problems, said, strict=True))
 
 
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:

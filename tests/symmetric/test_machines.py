@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -241,6 +241,52 @@ def test_nobody_is_blamed_because_their_contact_left(start: Start) -> None:
     time.sleep(3.0)
     machine.ask([3], _leave, [0])
     assert machine.ranks.hear(0) == ["arrived"]
+
+
+LONELY = (0, 1, 1)
+"""Rank 1 is the contact of rank 0, which has no mate that would hear of rank 2."""
+
+
+@pytest.mark.parametrize("waits", [_wait_for_rank, _wait_for_all])
+def test_a_silence_behind_a_contact_that_left_is_told_with_the_contact(start: Start, waits: Callable[..., str]) -> None:
+    machine = start(LONELY, timeout_s=1.0)
+    machine.ask([1], _leave)
+    os.kill(machine.ranks.pid(2), signal.SIGSTOP)
+    began = time.monotonic()
+    ((kind, text),) = machine.ask([0], waits, *([2] if waits is _wait_for_rank else []))
+    assert kind == PeerTimeoutError.__name__ and time.monotonic() - began > 3.0
+    assert "nothing is heard of rank 2 since rank 1 left (detached or closed its heap)" in text and "alive" not in text
+    assert "(3 x odc.timeout_s)" in text
+
+
+def test_a_death_behind_a_contact_that_left_is_seen_at_once(start: Start) -> None:
+    machine = start(LONELY, timeout_s=20.0)
+    machine.ask([1], _leave)
+    machine.tell([0], _wait_for_rank, 2)
+    machine.ranks.kill(2)
+    began = time.monotonic()
+    ((kind, text),) = machine.ranks.hear(0)
+    assert kind == PeerError.__name__ and "rank 2 died" in text and time.monotonic() - began < 15.0
+
+
+def _failing(heap: SymmetricHeap) -> str:
+    """As the engine does: whoever fails tells the others why."""
+    try:
+        return _wait_for_all(heap)
+    except PeerError as error:
+        heap.abort(str(error))
+        raise
+
+
+def test_a_mate_with_another_contact_tells_of_a_death_at_once(start: Start) -> None:
+    machine = start(TWO_BY_TWO, timeout_s=20.0)
+    machine.ask([2], _leave)
+    machine.tell([0, 1], _failing)
+    machine.ranks.kill(3)
+    began = time.monotonic()
+    (_, first), (_, second) = machine.ranks.hear(0, 1)
+    assert time.monotonic() - began < 15.0  # below one time-out
+    assert "rank 3 died" in second and "rank 1 aborted: " in first and "rank 3 died" in first
 
 
 def test_all_leave_at_once_and_nobody_is_taken_for_dead(start: Start) -> None:

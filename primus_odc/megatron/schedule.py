@@ -1,0 +1,114 @@
+"""The keys of the learning-rate and weight-decay schedule. Without torch: they are checked before any rank starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from primus_odc._config_values import describe
+from primus_odc.errors import ConfigError
+
+_DECAY_STYLES = ("linear", "cosine", "constant", "inverse-square-root", "WSD")
+_WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+_WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+
+
+def schedule(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron's scheduler takes beside the optimizer.
+
+    Raises:
+        ConfigError: missing or contradictory keys, all at once.
+    """
+    get = params.get
+    problems: list[str] = []
+    unusable: set[str] = set()
+
+    def number(key: str, default: float | None, least: float = 0, *, whole: bool = False) -> float:
+        value = get(key, default)
+        good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf
+        if not good or (whole and value != int(value)):
+            given = "is missing" if value is None else f"is {describe(value)}"
+            problems.append(f"{key} {given}; it must be a {'whole ' if whole else ''}number of at least {least:g}")
+            unusable.add(key)
+            return least
+        return value
+
+    def count(key: str, default: float | None = None, least: float = 1) -> int:
+        return int(number(key, default, least, whole=True))
+
+    steps = count("train_iters")
+    decay_steps = count("lr_decay_iters") if get("lr_decay_iters") is not None else steps
+    fraction = get("lr_warmup_fraction") is not None
+    warmup_iters = count("lr_warmup_iters", 0, least=0) if not fraction or get("lr_warmup_iters") is not None else 0
+    warmup_steps = number("lr_warmup_fraction", None) * decay_steps if fraction else warmup_iters
+    if fraction and warmup_iters:
+        problems.append("lr_warmup_fraction and lr_warmup_iters exclude each other: leave one of them out")
+    style, wsd_style = get("lr_decay_style", "linear"), get("lr_wsd_decay_style", "exponential")
+    wsd_steps = count("lr_wsd_decay_iters", least=0) if get("lr_wsd_decay_iters") is not None else None
+    max_lr, min_lr, init_lr = number("lr", None), number("min_lr", 0.0), number("lr_warmup_init", 0.0)
+    wd_style = get("weight_decay_incr_style", "constant")
+    if wd_style == "constant":
+        start_wd = end_wd = number("weight_decay", 0.01)
+        problems += [
+            f"{key} is {describe(get(key))} and needs weight_decay_incr_style: linear or cosine, where it is constant; or set weight_decay"
+            for key in ("start_weight_decay", "end_weight_decay")
+            if get(key) is not None
+        ]
+    else:
+        start_wd, end_wd = number("start_weight_decay", None), number("end_weight_decay", None)
+    override, use_checkpoint = get("override_opt_param_scheduler", False), get("use_checkpoint_opt_param_scheduler", False)
+    for key, value, allowed in (
+        ("lr_decay_style", style, _DECAY_STYLES),
+        ("weight_decay_incr_style", wd_style, _WEIGHT_DECAY_STYLES),
+        ("lr_wsd_decay_style", wsd_style, _WSD_STYLES),
+    ):
+        if value not in allowed:
+            problems.append(f"{key}: {value!r} is not one of {', '.join(allowed)}")
+    if override and use_checkpoint:
+        problems.append("override_opt_param_scheduler and use_checkpoint_opt_param_scheduler exclude each other")
+    if style == "WSD" and wsd_steps is None:
+        problems.append("lr_decay_style: WSD needs lr_wsd_decay_iters")
+    comparisons = (
+        (
+            ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction"),
+            warmup_steps >= decay_steps,
+            f"the warm-up of {warmup_steps:g} steps (lr_warmup_iters or lr_warmup_fraction) must be shorter than lr_decay_iters "
+            f"(train_iters if absent), {decay_steps}",
+        ),
+        (
+            ("train_iters", "lr_decay_iters", "lr_wsd_decay_iters"),
+            style == "WSD" and (wsd_steps or 0) > decay_steps,
+            f"lr_wsd_decay_iters ({wsd_steps}) must be at most lr_decay_iters (train_iters if absent), {decay_steps}: they are its end",
+        ),
+        (
+            ("lr", "min_lr", "lr_warmup_init"),
+            max(min_lr, init_lr) > max_lr,
+            f"min_lr ({min_lr}) and lr_warmup_init ({init_lr}) must be at most lr ({max_lr})",
+        ),
+        (
+            ("weight_decay", "start_weight_decay", "end_weight_decay"),
+            start_wd > end_wd,
+            f"start_weight_decay ({start_wd}) must be at most end_weight_decay ({end_wd})",
+        ),
+    )
+    problems += [text for keys, wrong, text in comparisons if wrong and unusable.isdisjoint(keys)]
+    if problems:
+        raise ConfigError(problems)
+    return {
+        "init_lr": init_lr,
+        "max_lr": max_lr,
+        "min_lr": min_lr,
+        "lr_warmup_steps": warmup_steps,
+        "lr_decay_steps": decay_steps,
+        "lr_decay_style": style,
+        "start_wd": start_wd,
+        "end_wd": end_wd,
+        # A constant weight decay has no length: a run may be continued with more steps.
+        "wd_incr_steps": 1 if wd_style == "constant" else steps,
+        "wd_incr_style": wd_style,
+        "use_checkpoint_opt_param_scheduler": use_checkpoint,
+        "override_opt_param_scheduler": override,
+        "wsd_decay_steps": wsd_steps,
+        "lr_wsd_decay_style": wsd_style,
+    }
