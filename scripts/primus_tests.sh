@@ -15,7 +15,7 @@ export PRIMUS_PATH MEGATRON_PATH=${MEGATRON_PATH:-$PRIMUS_PATH/third_party/Megat
 [[ -d $MEGATRON_PATH/megatron/training ]] || die "MEGATRON_PATH=$MEGATRON_PATH is no checkout of Megatron-LM"
 
 VENV=$ODC_ROOT/.venv-primus
-packages=(numpy pyyaml loguru packaging einops triton pydantic tqdm datasets transformers sentencepiece pybind11 psutil pytest pytest-timeout
+packages=(numpy pyyaml loguru packaging einops triton pydantic tqdm datasets transformers sentencepiece pybind11 psutil pytest pytest-timeout hypothesis
     'scikit-build-core>=0.10' pathspec)
 if [[ ! -f $VENV/primus-odc-ready || $ODC_ROOT/pyproject.toml -nt $VENV/primus-odc-ready ]]; then
     [[ -x $VENV/bin/python ]] || "$(find_python)" -m venv "$VENV"
