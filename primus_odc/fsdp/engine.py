@@ -124,7 +124,7 @@ class Engine:
         self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
         take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)
         self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)
-        hooks = ForwardHooks(model, self._how["hsdp"], lambda: self._protocol.state is State.ACTIVE, self._reshard, self._edits.renew)
+        hooks = ForwardHooks(model, lambda: self._protocol.state is State.ACTIVE, self._reshard, self._edits.renew)
         saved = model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self._slices.forget())  # in a minibatch too
         self._handles = [*self._gradients.handles, *self._tracker.handles, *hooks.handles, saved]
         self._norms = 0
