@@ -111,7 +111,9 @@ class MinibatchStream:
                 f"the saved data position belongs to another run: {'; '.join(other)}; "
                 "resume with the same data, global_batch_size and seed, or start the data anew"
             )
-        self.fast_forward(int(state["consumed_samples"]))
+        if type(state["consumed_samples"]) is not int:
+            raise DataError(f"the saved data position is {state['consumed_samples']!r}; it has to be a number of samples")
+        self.fast_forward(state["consumed_samples"])
 
 
 @functools.lru_cache(maxsize=4)

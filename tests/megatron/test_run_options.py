@@ -101,7 +101,7 @@ def checkpoint(folder: Path, number: int) -> Path:
     """What there is of a checkpoint before torch is asked."""
     state = folder / f"iter_{number:07d}" / "trainer.json"
     state.parent.mkdir(parents=True)
-    state.write_text('{"format": 1}')
+    state.write_text(json.dumps({"format": 1, "step": number, "trained_steps": number, "scheduler": {}, "stream": {}, "parameters": {}}))
     (folder / LATEST).write_text(f"{number}\n")
     return folder
 
