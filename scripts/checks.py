@@ -6,6 +6,7 @@ Standard library only, so that it runs with any Python. Every check returns the 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import re
@@ -21,6 +22,8 @@ MAX_LINES = 400
 SOURCE_SUFFIXES = {".py", ".sh", ".cpp", ".cu", ".hip", ".h", ".hpp", ".cmake"}
 # A path that exists on one machine only: somebody's home or workspace folder.
 MACHINE_PATH = re.compile(r"(?<![\w.$}/-])/(?:work|home|root|Users)/\w+")
+# torch's functions that make a tensor where torch.set_default_device() says, unless they are told a device.
+TENSOR_MAKERS = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
 ARMS = ("nccl_pad", "odc_pad", "odc_nopad")
 LOSS_TOLERANCE = 1e-5
 
@@ -32,7 +35,7 @@ def tracked_files() -> list[Path]:
 
 
 def check_source(files: Iterable[Path]) -> list[str]:
-    """No source file past the length limit, no path of one machine in any text file."""
+    """No source file past the length limit, no path of one machine in any text file, no tensor of the package's on no device of its own."""
     problems = []
     for file in files:
         try:
@@ -42,7 +45,23 @@ def check_source(files: Iterable[Path]) -> list[str]:
         if len(lines) > MAX_LINES and (file.suffix in SOURCE_SUFFIXES or lines[0].startswith("#!")):
             problems.append(f"{file}: {len(lines)} lines, at most {MAX_LINES} are allowed: split it")
         problems += [f"{file}:{n}: machine path {found[0]}" for n, line in enumerate(lines, 1) if (found := MACHINE_PATH.search(line))]
+        if file.suffix == ".py" and file.parts[0] == "primus_odc":
+            problems += check_devices(file, "\n".join(lines))
     return problems
+
+
+def check_devices(file: Path, source: str) -> list[str]:
+    """Every tensor made has its device named: a script's ``torch.set_default_device("cuda")`` else moves what has to be in host memory."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
+    return [
+        f"{file}:{call.lineno}: torch.{call.func.attr}() without device="
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "torch"
+        and call.func.attr in TENSOR_MAKERS
+        and "device" not in {keyword.arg for keyword in call.keywords}
+    ]
 
 
 def check_wheel(wheel: Path, files: Iterable[Path]) -> list[str]:

@@ -56,6 +56,13 @@ def test_a_defect_of_one_arm_is_named(key: str, value: object, problem: str) -> 
     assert any(problem in found for found in checks.check_result(result, steps=2, ranks=2))
 
 
+def test_a_tensor_without_a_device_is_named() -> None:
+    source = (
+        "import torch\n\nx = torch.zeros(2, device=d)\ny = [torch.tensor([1], dtype=torch.int64) for _ in range(2)]\nz = x.new_zeros(1)\n"
+    )
+    assert checks.check_devices(Path("primus_odc/a.py"), source) == ["primus_odc/a.py:4: torch.tensor() without device="]
+
+
 def test_missing_speedup_and_ideal_are_named() -> None:
     found = checks.check_result({**GOOD, "speedup": {"odc_pad": 1.1}, "ideal_ms": 0.0}, steps=2, ranks=2)
     assert [problem.split(":")[0] for problem in found] == ["speedup.odc_nopad", "ideal_ms"]

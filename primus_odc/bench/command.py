@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from primus_odc._arguments import positive, repeated, take_overrides
+from primus_odc._arguments import positive, repeated, seed, take_overrides
 from primus_odc.bench.in_primus import add_primus_arguments, run_in_primus
 from primus_odc.bench.job import IDEAL, LENGTHS, ON_DEMAND, STOCK, Job
 from primus_odc.bench.markdown import render
@@ -45,7 +45,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b", help=SHAPE_HELP)
     train.add_argument("--lengths", choices=LENGTHS, default=LENGTHS[0], help="of the samples; equal: all of half the cap")
     train.add_argument("--layers", type=positive, metavar="N", help="instead of the shape's own number")
-    train.add_argument("--seed", type=int, default=0, help="of lengths and weights (default: 0)")
+    train.add_argument("--seed", type=seed, default=0, help="of lengths and weights (default: 0)")
     train.add_argument("--optimizer", choices=["local", "graph", "dtensor"], default="local", help="see bench/optimizer.py")
     train.add_argument("--clip-grad", type=float, default=1.0, metavar="NORM", help="0: only the norm")
     train.add_argument(

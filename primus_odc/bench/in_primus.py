@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 
 import primus_odc
-from primus_odc._arguments import repeated
+from primus_odc._arguments import repeated, seed
 from primus_odc.bench.beside_bench import Point, render_beside
 from primus_odc.bench.job import LENGTHS, SHORTEST, ArmSpec, arm_spec
 from primus_odc.bench.lengths import draw_minibatches
@@ -204,7 +204,7 @@ def add_primus_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minibatches", type=int, default=6, metavar="N", help="each twice, the first time to warm up (default: 6)")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b")
     parser.add_argument("--layers", type=int, metavar="N", help="instead of the shape's own number")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the lengths (default: 0)")
     parser.add_argument("--fixed-tokens", type=float, default=128.0, metavar="N", help="as of bench train (default: 128)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks (default: 2)")

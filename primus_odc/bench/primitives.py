@@ -76,7 +76,7 @@ class OneParameter(nn.Module):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(rows, COLUMNS))
+        self.weight = nn.Parameter(torch.zeros(rows, COLUMNS, device="cpu"))
 
     def forward(self, nothing: torch.Tensor) -> torch.Tensor:
         """``nothing``: a zero; FSDP2 of torch 2.11 does not serve a root module without arguments on a GPU."""

@@ -121,8 +121,8 @@ def require_position(state: Mapping[str, Any], **present: Any) -> None:
     Raises:
         DataError: what is missing, or differs from ``present``.
     """
-    if missing := [key for key, kind in _POSITION.items() if not isinstance(state.get(key), kind)]:
-        raise DataError(f"the saved data position lacks {', '.join(missing)}")
+    if wrong := [key for key, kind in _POSITION.items() if type(state.get(key)) is not kind]:
+        raise DataError(f"the saved data position is damaged: {', '.join(wrong)} missing or of another kind")
     if other := [f"{key} was {state[key]!r}, is {value!r}" for key, value in present.items() if state[key] != value]:
         raise DataError(
             f"the saved data position belongs to another run: {'; '.join(other)}; "

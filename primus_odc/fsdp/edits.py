@@ -28,7 +28,7 @@ class EditCheck:
         self._on_device = device.type != "cpu"
         if self._on_device:
             self._flags = torch.zeros(len(names), dtype=torch.bool, device=device)
-            self._fetched = torch.zeros(len(names), dtype=torch.bool, pin_memory=True)
+            self._fetched = torch.zeros(len(names), dtype=torch.bool, device="cpu", pin_memory=True)
             self._arrived = lanes.event()
             self._open = False  # whether something was compared since the last fetch
 

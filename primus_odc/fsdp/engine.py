@@ -87,13 +87,12 @@ class Engine:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         if not _ATTACHED.isdisjoint(self._modules):
             raise ProtocolError("this model, a part of it or one that it is part of has an engine already: detach() that first")
-        self._units: list[Unit] = []
-        self._reshard()  # an evaluation may have left modules unsharded
+        reshard(self._modules, ())  # an evaluation may have left modules unsharded
         self._mesh: Mesh = find_mesh(model)
         self._device: torch.device = next(model.parameters()).device
         transport = resolve_transport(config, self._device.type, len(set(self._mesh.machines)))
         try:
-            self._units = find_units(model, self._mesh.shards)
+            self._units: list[Unit] = find_units(model, self._mesh.shards)
             self.choices = choose(config, transport, [u.spec for u in self._units], self._mesh, self._device)
             require_agreement(config, self.choices, self._mesh, [u.spec for u in self._units])
             parts = assemble(
@@ -122,9 +121,10 @@ class Engine:
         self._delivers_early = self._progress is not None and config.verify == "off"
         self._reducers = [ScatterAccumulate(self, g, unit, zeros) for g, unit in enumerate(self._units)]
         self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
-        take_over(self._modules, self._units, lambda g: OnDemandAllGather(self, g, specs[g]), lambda g: self._reducers[g], **self._how)
+        self._gathers = [OnDemandAllGather(self, g, spec) for g, spec in enumerate(specs)]
+        take_over(self._modules, self._units, lambda g: self._gathers[g], lambda g: self._reducers[g], **self._how)
         self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)
-        hooks = ForwardHooks(model, self._how["hsdp"], lambda: self._protocol.state is State.ACTIVE, self._reshard, self._edits.renew)
+        hooks = ForwardHooks(model, lambda: self._protocol.state is State.ACTIVE, self._reshard, self._edits.renew)
         saved = model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self._slices.forget())  # in a minibatch too
         self._handles = [*self._gradients.handles, *self._tracker.handles, *hooks.handles, saved]
         self._norms = 0
@@ -363,6 +363,8 @@ class Engine:
         self._gradients.deliver(group, fill)
 
     def _reshard(self) -> None:
+        for unit, gathered in zip(self._units, self._gathers, strict=True):
+            gathered.drop(unit)
         reshard(self._modules, self._units)
 
     def _reshard_for_optimizer(self) -> None:

@@ -10,6 +10,7 @@ FSDP2 hands over the whole output with this rank's own shard already in place. T
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from primus_odc.primitives.spec import GroupSpec
 
 if TYPE_CHECKING:
     from primus_odc.fsdp.engine import Engine
+    from primus_odc.fsdp.probe import Unit
 
 Destination = tuple[int, int, torch.Tensor]
 """``(start byte, stop byte, where)``: this part of an owner's shard goes there (uint8, same length)."""
@@ -36,8 +38,28 @@ class OnDemandAllGather(OrdinaryMemory):
         self._engine = engine
         self._group = group
         self._spec = spec
+        self._output: Callable[[], torch.Tensor | None] = lambda: None
+        self._dropping = False
+
+    def drop(self, unit: Unit) -> None:
+        """Have FSDP2 forget a gather of ``unit`` that was begun, by ``unshard(async_op=True)`` or a prefetch, and never waited for.
+
+        It would make the parameters of a later epoch of it. They may be unsharded afterwards.
+
+        FSDP2 holds the output until then, and that of the last unit of a forward a little longer: there nothing is gathered in vain.
+        """
+        if self._output() is None or not unit.is_sharded():
+            return
+        self._dropping = True
+        try:
+            unit.finish_unshard()
+        finally:
+            self._dropping = False
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        if self._dropping:
+            return
+        self._output = weakref.ref(output_tensor)
         rows = output_tensor.view(group.size(), -1).view(torch.uint8)
         if group.size() == self._spec.shards:
             spec = self._spec

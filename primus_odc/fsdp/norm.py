@@ -39,7 +39,7 @@ class NormCheck:
         """After the copy that is on its way, or the last one; None before the first."""
         if device.type != "cpu":
             self._differs = torch.zeros((), dtype=torch.bool, device=device)
-            self._fetched = torch.zeros((), dtype=torch.bool, pin_memory=True)
+            self._fetched = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=True)
 
     def collect(self, differs: torch.Tensor) -> None:
         """``differs``: 0-dim bool on the device.
@@ -99,7 +99,7 @@ def global_norm(
         found = exchange_scalar(heap, protocol, float(mine), tag, operation)
         if others := [mesh.names[r] for r, (_, theirs) in zip(mesh.peers, found, strict=True) if theirs != tag]:
             check.refuse(", ".join(others), f"the norm of type {norm_type:g} with max_norm {max_norm:g}")
-        return _combined(torch.tensor([value for value, _ in found], dtype=torch.float64), norm_type)
+        return _combined(torch.tensor([value for value, _ in found], dtype=torch.float64, device="cpu"), norm_type)
     # Every rank's numbers in places of their own: sums keep rank order, and a maximum does not lose a NaN in the library's comparison.
     parts = torch.zeros(2, mesh.shards, dtype=torch.float64, device=mine.device)
     parts[0, mesh.shard_index] = mine

@@ -113,14 +113,14 @@ class Placeholders:
     def unshard(self, module: FSDPModule) -> None:
         """``module.unshard()``, with the extensions where there is room for them.
 
-        Where there is none FSDP2 misses an attribute of an object of its own, right after the first extension answered. Whether it is
-        there cannot be asked before: both are private.
+        Where there is none FSDP2 misses an attribute of an object of its own, right after the first extension answered; or before, where it
+        ends a gather that was begun without them. Whether it is there cannot be asked before: both are private.
         """
         self._asked.clear()
         try:
             module.unshard()
         except AttributeError as error:
-            if not self._asked or not type(error.obj).__module__.startswith(FSDPModule.__module__):
+            if not type(error.obj).__module__.startswith(FSDPModule.__module__):
                 raise
             self.remove()
             module.unshard()

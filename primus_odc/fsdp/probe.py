@@ -57,6 +57,16 @@ class Unit:
     spec: GroupSpec
     extensible: tuple[bool, ...]
 
+    def is_sharded(self) -> bool:
+        """Whether the modules have the sharded parameters at the moment."""
+        return isinstance(self.slots[0].current(), DTensor)
+
+    def finish_unshard(self) -> None:
+        """Wait for an ``unshard()`` that was begun; where none was it is done now."""
+        handle = self.modules[0].unshard(async_op=True)
+        assert handle is not None
+        handle.wait()
+
 
 class _Recorder:
     """An all-gather object (torch ``AllGather``, duck-typed) that gathers nothing and writes digit ``digit`` of each byte's index."""
@@ -83,7 +93,7 @@ def reshard(modules: Sequence[FSDPModule], units: Sequence[Unit]) -> None:
     for module in modules:
         module.reshard()
     for unit in units:
-        if not isinstance(unit.slots[0].current(), DTensor):
+        if not unit.is_sharded():
             for module in unit.modules:
                 module.set_reshard_after_forward(True, recurse=False)
                 module.reshard()
@@ -135,6 +145,9 @@ def _probe(module: FSDPModule, slots: list[ParamSlot], shards: int, placeholders
     unsharded: dict[str, nn.Parameter] = {}
     while True:
         placeholders.unshard(module)
+        if recorder.row_nbytes == 0 and shards > 1:  # one begun before attach() was finished instead
+            module.reshard()
+            placeholders.unshard(module)
         # A parameter without elements has no place in the layout, and nothing to gather or reduce.
         members = [s for s in slots if s.current() is not before[id(s)] and s.current().numel()]
         for s in members:

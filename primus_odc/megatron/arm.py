@@ -302,7 +302,8 @@ class Arm:
         with self.meter.span("communication", label="report"):
             # 48 bits of the digest: a float64 holds them exactly.
             values = [share, float(int(minibatch.digest[:12], 16))]
-            reports = self._exchange(torch.cat((loss_sum.reshape(1), to_device(torch.tensor(values, dtype=torch.float64), self._device))))
+            mine = to_device(torch.tensor(values, dtype=torch.float64, device="cpu"), self._device)
+            reports = self._exchange(torch.cat((loss_sum.reshape(1), mine)))
         self._reported_s, self._reported_at = exposed, now
         return reports
 

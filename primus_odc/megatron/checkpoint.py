@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
 
 from primus_odc.data.stream import MinibatchStream
 from primus_odc.errors import ConfigError, DataError
@@ -30,6 +31,7 @@ FORMAT = 1
 LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer.json"
 _STATE_KEYS: dict[str, type] = {"step": int, "trained_steps": int, "arm": str, "scheduler": dict, "stream": dict, "parameters": dict}
+"""What continuing a run reads of ``trainer.json``."""
 _NAMED = 4
 
 
@@ -66,7 +68,10 @@ def save_checkpoint(folder: Path, step: int, arm: Arm, stream: MinibatchStream) 
         os.replace(latest, folder / LATEST)
 
     _on_rank_0(arm, prepare)
-    dcp.save(_tensors(arm, arm.trained_steps > 0), checkpoint_id=partial)
+    try:
+        dcp.save(_tensors(arm, arm.trained_steps > 0), checkpoint_id=partial)
+    except CheckpointException as error:
+        raise DataError(_not_written(_first_failure(error))) from error
     _on_rank_0(arm, complete)
     return final
 
@@ -112,8 +117,8 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
         raise DataError(f"{source / _STATE} is damaged: it holds no JSON object")
     if state.get("format") != FORMAT:
         raise DataError(f"{source}: format {state.get('format')}, this release reads format {FORMAT}")
-    if lacking := [key for key, kind in _STATE_KEYS.items() if not isinstance(state.get(key), kind)]:
-        raise DataError(f"{source / _STATE} is damaged: it lacks {', '.join(lacking)}; set ckpt_step to another checkpoint")
+    if wrong := [key for key, kind in _STATE_KEYS.items() if type(state.get(key)) is not kind]:
+        raise DataError(f"{source / _STATE} is damaged: {', '.join(wrong)} missing or of another kind; set ckpt_step to another checkpoint")
     return state
 
 
@@ -130,7 +135,10 @@ def load_checkpoint(folder: Path, step: int, arm: Arm, stream: MinibatchStream) 
     stream.load_state_dict(state["stream"])
     arm.reshard()
     tensors = _tensors(arm, state["trained_steps"] > 0)
-    dcp.load(tensors, checkpoint_id=source)
+    try:
+        dcp.load(tensors, checkpoint_id=source)
+    except CheckpointException as error:
+        raise DataError(f"{source} cannot be read: {_first_failure(error)}; set ckpt_step to another checkpoint") from error
     torch.set_rng_state(tensors["rng"])
     continue_schedule(source, state, arm.scheduler)
     arm.trained_steps = state["trained_steps"]
@@ -206,4 +214,14 @@ def _on_rank_0(arm: Arm, action: Callable[[], None]) -> None:
             failure[0] = str(error)
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        raise DataError(f"the checkpoint cannot be written: {failure[0]}; the one before it is still whole")
+        raise DataError(_not_written(failure[0]))
+
+
+def _not_written(reason: str) -> str:
+    return f"the checkpoint cannot be written: {reason}; the one before it is still whole"
+
+
+def _first_failure(error: CheckpointException) -> str:
+    """What went wrong on the first of the ranks that torch names, in one line."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"

@@ -87,7 +87,7 @@ def _require_position(source: Path, state: Mapping[str, Any], train: TrainConfig
 
 
 def _require_schedule(source: Path, state: Mapping[str, Any], params: Mapping[str, Any]) -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros((), device="cpu"))], lr=1.0)
     continue_schedule(source, state, build_scheduler(optimizer, params))
 
 

@@ -13,7 +13,7 @@ class Fetched:
         self._event: torch.cuda.Event | None = None
         self._values = values
         if values.device.type != "cpu":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

@@ -26,7 +26,7 @@ class PackedSamples(PackedSeqParams):
 
     lengths: tuple[int, ...] = field(default=())
     """Tokens of each sample."""
-    device_cu_seqlens: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
+    device_cu_seqlens: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32, device="cpu"))
     """int32 [samples + 1] on the model's device, for kernels that take all samples at once."""
 
     @classmethod

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from primus_odc._arguments import positive, take_overrides
+from primus_odc._arguments import positive, seed, take_overrides
 from primus_odc.config import OdcConfig
 from primus_odc.errors import PlanError
 from primus_odc.planning.cost import CostModel
@@ -22,6 +22,7 @@ from primus_odc.planning.lengths import DISTRIBUTIONS, named_distribution, read_
 from primus_odc.planning.report import PlanSettings, plan_report, render
 
 BATCH_SIZES = (1, 2, 4, 8)
+_MOST_DRAWN = 10**8
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +52,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="fixed cost of a microbatch, odc.microbatch_cost (default: 0, or the YAML's)",
     )
     parser.add_argument("--minibatches", type=positive, default=16, metavar="N", help="minibatches to average over (default: 16)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the distribution and of the order (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the distribution and of the order (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON with every step instead of the tables")
     take_overrides(parser)
 
@@ -77,6 +78,11 @@ def _from_lengths(args: argparse.Namespace) -> tuple[npt.NDArray[np.int64], Plan
     distribution = named_distribution(args.lengths)
     if distribution is not None:
         needed = max(args.ranks) * max(samples_per_rank) * args.minibatches
+        if needed > _MOST_DRAWN:
+            raise PlanError(
+                f"{args.minibatches} minibatches of {max(samples_per_rank)} samples on each of {max(args.ranks)} ranks are {needed} "
+                f"lengths, and at most {_MOST_DRAWN} are drawn: give fewer of --minibatches, --samples-per-rank or --ranks"
+            )
         lengths = distribution.sample(needed, args.seed)
         longest = distribution.longest // distribution.divisor
     else:

@@ -17,6 +17,11 @@ import numpy.typing as npt
 
 from primus_odc.errors import PlanError
 
+LONGEST = 2**40
+"""Tokens above which a number of them is none."""
+LARGEST = 1e200
+"""Cost of a token above which sums of samples' costs come near the end of 64 bits of floating point."""
+
 ATTENTION_TOKENS = 32000
 """Tokens of one unit of s in the fits ``a * s**2 + b * s``."""
 
@@ -46,8 +51,8 @@ class CostModel:
     def __post_init__(self) -> None:
         for field in ("per_token", "per_token_squared", "fixed"):
             value = getattr(self, field)
-            if not (np.isfinite(value) and value >= 0):
-                raise PlanError(f"cost model {self.name!r}: {field} is {value}; it must be a finite number and not negative")
+            if not 0 <= value <= LARGEST:
+                raise PlanError(f"cost model {self.name!r}: {field} is {value}; it must be a number from 0 to {LARGEST:g}")
         if self.per_token == 0 and self.per_token_squared == 0:
             raise PlanError(f"cost model {self.name!r}: a and b are both 0, so every sample would cost nothing; give at least one of them")
 
@@ -61,7 +66,7 @@ class CostModel:
             microbatch_cost: what a microbatch costs beside its samples: as much as so many tokens outside attention.
 
         Raises:
-            PlanError: an unknown name, not two coefficients, one that is negative or not finite, or a fixed cost where tokens have none.
+            PlanError: an unknown name, not two coefficients, one that is negative or too large, or a fixed cost where tokens have none.
         """
         if spec == "linear":
             return cls(name="linear", per_token=1.0)._with_fixed(microbatch_cost)
@@ -80,12 +85,12 @@ class CostModel:
         """The same where a microbatch costs as much as ``tokens`` tokens outside attention on top.
 
         Raises:
-            PlanError: ``tokens`` is negative or not finite, or tokens have no cost.
+            PlanError: ``tokens`` is negative or too large, or tokens have no cost.
         """
-        if not 0.0 <= tokens < math.inf:
+        if not 0.0 <= tokens <= LONGEST:
             raise PlanError(
                 f"the fixed cost of a microbatch (odc.microbatch_cost, --microbatch-cost, --fixed-tokens) is {tokens:g} tokens; it must be "
-                "a finite number and not negative"
+                f"a number from 0 to {LONGEST}"
             )
         if tokens and not self.per_token:
             raise PlanError(f"cost model {self.name!r}: a fixed cost in tokens has no meaning where b, the cost of a token, is 0")

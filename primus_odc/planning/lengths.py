@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from primus_odc._config_values import likely
 from primus_odc.errors import PlanError
+from primus_odc.planning.cost import LONGEST
 
 _SHOWN = 80  # characters of a wrong entry in a message
 _WHOLE_ESCAPES = re.compile(r"((?:\\u[0-9a-f]{4}|\\[^u]|[^\\])*).*")
@@ -61,11 +62,17 @@ DISTRIBUTIONS = {
 
 
 def named_distribution(name: str) -> LengthDistribution | None:
-    """The distribution called ``name``, optionally followed by ``/divisor``; ``None`` for any other name."""
+    """The distribution called ``name``, optionally followed by ``/divisor``; ``None`` for any other name.
+
+    Raises:
+        PlanError: the divisor is above the longest sample.
+    """
     base, _, divisor = name.partition("/")
     known = DISTRIBUTIONS.get(base)
     if known is None or (divisor and not divisor.isdecimal()) or divisor == "0":
         return None
+    if divisor and int(divisor) > known.longest:
+        raise PlanError(f"{name}: the longest sample of {base} has {known.longest} tokens, and no divisor can be above that")
     return LengthDistribution(
         median=known.median, sigma=known.sigma, shortest=known.shortest, longest=known.longest, divisor=int(divisor or 1)
     )
@@ -109,8 +116,8 @@ def _number(word: str, line: int) -> int:
 
 def _length(value: Any, where: str) -> int:
     length = value.get("length") if isinstance(value, dict) else value
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise PlanError(f"{where} is {_shown(value)}; a sample length is a whole number of tokens, at least 1, counted beforehand")
+    if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= LONGEST:
+        raise PlanError(f"{where} is {_shown(value)}; a sample length is a whole number of tokens, from 1 to {LONGEST}, counted beforehand")
     return length
 
 

@@ -198,7 +198,7 @@ class PullSums:
         places = tuple(t.data_ptr() for total, slices in zip(totals, sources, strict=True) for t in (total, *slices))
         if places not in self._tables:
             sizes_and_shifts = [number for total, shift in zip(totals, shifts, strict=True) for number in (total.numel(), shift)]
-            host = torch.tensor([*places, *sizes_and_shifts], dtype=torch.int64)
+            host = torch.tensor([*places, *sizes_and_shifts], dtype=torch.int64, device="cpu")
             if totals[0].device.type != "cpu":  # an interpreter's
                 host = host.pin_memory()
             numbers = host.to(totals[0].device, non_blocking=True)

@@ -107,7 +107,10 @@ class ArenaPlane:
         self._mode = mode
         self.stays_narrow = mode == "local" and topology.nodes is None and not verify
         read = topology.near if mode == "local" else topology.replicas
-        self._grads = [[self._gradients(r, g) if r in read else torch.empty(0) for g in range(len(groups))] for r in range(topology.ranks)]
+        self._grads = [
+            [self._gradients(r, g) if r in read else torch.empty(0, device=heap.device) for g in range(len(groups))]
+            for r in range(topology.ranks)
+        ]
         self._accumulated = [self.lanes.event() for _ in groups]
         if mode == "local":
             self._unsharded = [UnshardedSum(s, self._grads[topology.rank][g], partial(self._alone, g)) for g, s in enumerate(groups)]

@@ -22,7 +22,7 @@ def gather(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def unpack(group: GroupSpec, contribution: Contribution, dtype: torch.dtype) -> torch.Tensor:
     """A contribution in the group's full gradient layout, ``[S, grad_numel]``; parameters it does not hold are zero."""
-    full = torch.zeros(group.shards, group.grad_numel, dtype=dtype)
+    full = torch.zeros(group.shards, group.grad_numel, dtype=dtype, device="cpu")
     cursor = 0
     for index in contribution.params:
         p = group.params[index]
@@ -39,9 +39,9 @@ def scatter_accumulate(accumulators: Sequence[torch.Tensor], gradients: torch.Te
 
 def settle(group: GroupSpec, sources: Sequence[Sequence[Contribution]], dtype: torch.dtype) -> list[torch.Tensor]:
     """The gradient shard ``[grad_numel]`` of every owner: the sum over all contributions of all sources (one list each, may be empty)."""
-    total = [torch.zeros(group.grad_numel, dtype=dtype) for _ in range(group.shards)]
+    total = [torch.zeros(group.grad_numel, dtype=dtype, device="cpu") for _ in range(group.shards)]
     for contributions in sources:
-        mine = [torch.zeros(group.grad_numel, dtype=dtype) for _ in range(group.shards)]
+        mine = [torch.zeros(group.grad_numel, dtype=dtype, device="cpu") for _ in range(group.shards)]
         for contribution in contributions:
             scatter_accumulate(mine, unpack(group, contribution, dtype))
         scatter_accumulate(total, torch.stack(mine))

@@ -107,7 +107,7 @@ def test_a_state_of_another_run_is_refused(other: MinibatchStream, reason: str) 
 
 
 def test_incomplete_and_impossible_values_are_refused() -> None:
-    with pytest.raises(DataError, match="lacks seed, consumed_samples"):
+    with pytest.raises(DataError, match="damaged: seed, consumed_samples missing"):
         MinibatchStream(1, 1, 0).load_state_dict({"num_samples": 1, "global_batch_size": 1, "dataset_fingerprint": ""})
     for arguments in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
         with pytest.raises(DataError, match="needs num_samples >= 1"):

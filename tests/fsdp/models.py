@@ -61,10 +61,11 @@ def shard(model: Tiny, mesh: DeviceMesh | None = None, **kwargs: Any) -> Tiny:
 
 
 def microbatch(step: int, rank: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of one microbatch: the same in whatever process they are made."""
+    """Inputs and targets of one microbatch: the same in whatever process they are made. Targets are far from what the model says, or the
+    gradients of microbatches would cancel out, and fp32 itself be off by more than 1e-6."""
     g = torch.Generator().manual_seed(1000003 * step + 1009 * rank + index)
     n = 1 + (step + rank + index) % 4
-    return torch.randn(n, 5, generator=g), torch.randn(n, 3, generator=g)
+    return torch.randn(n, 5, generator=g), 2.0 + torch.randn(n, 3, generator=g)
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, total: int) -> torch.Tensor:

@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 import primus_odc
 from primus_odc.errors import OdcError
@@ -65,20 +67,34 @@ def clipping_after_an_evaluation(parameters: str) -> None:
     engine.detach()
 
 
-def gradient_synchronisation_switched_on_again(mesh: DeviceMesh | None, idiom: bool) -> None:
+class _WithMethod(Tiny):
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        return Tiny.forward(self, x)
+
+
+def gradient_synchronisation_switched_on_again(mesh: DeviceMesh | None, how: str, parameters: str = "auto") -> None:
     """``set_requires_gradient_sync(True)`` asks FSDP2 for an all-reduce over replicas in backward, too; ranks run unequal counts here."""
-    rank, model = dist.get_rank(), shard(tiny_model(), mesh)
-    engine = primus_odc.attach(model)
+    torch.manual_seed(0)
+    rank, model = dist.get_rank(), shard(_WithMethod(), mesh)
+    register_fsdp_forward_method(model, "predict")
+    setters = {name: getattr(model, name) for name in ("set_requires_gradient_sync", "set_requires_all_reduce")}
+    engine = primus_odc.attach(model, parameters=parameters)
     whole = _whole(model)
     model.set_requires_gradient_sync(True)  # type: ignore[operator]
-    engine.begin_minibatch(COUNTS[rank])
+    engine.begin_minibatch(None if how == "method" else COUNTS[rank])
     for i in range(COUNTS[rank]):
-        if idiom:
+        if how in ("idiom", "method"):
             model.set_requires_gradient_sync(i == COUNTS[rank] - 1)  # type: ignore[operator]
-        loss_of(model, *microbatch(0, rank, i), rows(0, COUNTS)).backward()
+        x, y = microbatch(0, rank, i)
+        output: torch.Tensor = model.predict(x) if how == "method" else model(x)  # type: ignore[operator]
+        if how == "after":  # its forward
+            model.blocks[1].set_requires_all_reduce(True)
+            model.set_requires_all_reduce(True, recurse=False)  # type: ignore[operator]
+        (F.mse_loss(output, y, reduction="sum") / rows(0, COUNTS)).backward()
     engine.settle()
     assert worst_relative_error(model, reference_gradients(whole, 0, COUNTS)) <= 1e-6
     engine.detach()
+    assert {name: getattr(model, name) for name in setters} == setters
 
 
 def an_edit_between_two_evaluations(parameters: str) -> None:
@@ -105,8 +121,10 @@ def _checks(mesh: DeviceMesh | None) -> dict[str, Check]:
         found[f"zero_grad-{parameters}"] = partial(zero_grad_of_the_model_after_an_evaluation, parameters)
         found[f"clip-{parameters}"] = partial(clipping_after_an_evaluation, parameters)
         found[f"edit-{parameters}"] = partial(an_edit_between_two_evaluations, parameters)
-    for idiom in (False, True):
-        found[f"hsdp-{'idiom' if idiom else 'once'}"] = partial(gradient_synchronisation_switched_on_again, mesh, idiom)
+    for how in ("once", "idiom", "after"):
+        found[f"hsdp-{how}"] = partial(gradient_synchronisation_switched_on_again, mesh, how)
+    for parameters in ("resident", "reshard"):
+        found[f"hsdp-method-{parameters}"] = partial(gradient_synchronisation_switched_on_again, mesh, "method", parameters)
     return found
 
 

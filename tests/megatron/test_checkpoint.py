@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +80,45 @@ def test_refusals_say_what_differs(trained: tuple[Path, Arm], tmp_path: Path) ->
         (copy / "trainer.json").write_bytes(damaged)
         with pytest.raises(DataError, match="damaged"):
             load_checkpoint(tmp_path, 1, arm, make_stream())
+
+
+def _cut(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(1000)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda state: state.pop("parameters"), "damaged: parameters missing or of another kind"),
+        (lambda state: state.update(trained_steps=None, stream=[]), "damaged: trained_steps, stream missing or of another kind"),
+        (lambda state: state.update(scheduler={}), "damaged: its scheduler lacks"),
+        (lambda state: state["stream"].update(consumed_samples="1"), "data position is damaged: consumed_samples missing or of another"),
+        (lambda state: None, r"iter_0000001 cannot be read: rank 0: RuntimeError: .*; set ckpt_step to another checkpoint"),
+    ],
+    ids=["key", "kinds", "scheduler", "position", "tensors"],
+)
+def test_a_damaged_checkpoint_is_told_as_that(
+    trained: tuple[Path, Arm], tmp_path: Path, damage: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    copy = tmp_path / "iter_0000001"
+    shutil.copytree(trained[0] / "iter_0000001", copy)
+    state = json.loads((copy / "trainer.json").read_text())
+    damage(state)
+    (copy / "trainer.json").write_text(json.dumps(state))
+    if "RuntimeError" in said:
+        _cut(next(copy.glob("*.distcp")))
+    with pytest.raises(DataError, match=said):
+        load_checkpoint(tmp_path, 1, make_arm("nccl_pad"), make_stream())
+
+
+def test_tensors_that_cannot_be_written_are_told(trained: tuple[Path, Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", full)
+    with pytest.raises(DataError, match=r"cannot be written: rank 0: OSError: .*No space left on device; the one before it is still whole"):
+        save_checkpoint(tmp_path, 1, trained[1], make_stream())
 
 
 def test_latest_is_named_only_when_complete(trained: tuple[Path, Arm], tmp_path: Path) -> None:

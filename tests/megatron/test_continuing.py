@@ -69,9 +69,15 @@ def _with_state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
         (lambda source: (source / "__0_0.distcp").unlink(), "is not whole: __0_0.distcp of 1 files missing; set ckpt_step to another"),
         (lambda source: (source / ".metadata").unlink(), ".metadata cannot be read (FileNotFoundError: "),
         (lambda source: (source / ".metadata").write_bytes(b"no pickle"), ".metadata cannot be read ("),
-        (_with_state(lambda state: state.pop("stream")), "trainer.json is damaged: it lacks stream; set ckpt_step to another checkpoint"),
-        (_with_state(lambda state: state.update(parameters=[])), "trainer.json is damaged: it lacks parameters; set"),
-        (_with_state(lambda state: state["stream"].pop("consumed_samples")), "the saved data position lacks consumed_samples"),
+        (
+            _with_state(lambda state: state.pop("stream")),
+            "trainer.json is damaged: stream missing or of another kind; set ckpt_step to another checkpoint",
+        ),
+        (_with_state(lambda state: state.update(parameters=[])), "trainer.json is damaged: parameters missing or of another kind; set"),
+        (
+            _with_state(lambda state: state["stream"].pop("consumed_samples")),
+            "the saved data position is damaged: consumed_samples missing or of another kind",
+        ),
         (
             _with_state(lambda state: state["scheduler"].pop("min_lr")),
             "trainer.json is damaged: its scheduler lacks 'min_lr'; set",

@@ -130,6 +130,27 @@ def test_refusals(tmp_path: Path) -> None:
         run(path, "--rank", "4")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["longalign-like", "--seed", "-1"], "'-1' is not a whole number of at least 0"),
+        (["longalign-like", "--minibatches", "1" + "0" * 14], "at most 100000000 are drawn: give fewer of --minibatches"),
+        (["longalign-like/65537"], "longalign-like/65537: the longest sample of longalign-like has 65536 tokens"),
+        (["longalign-like/1" + "0" * 30], "no divisor can be above that"),
+        (["longalign-like", "--cost-model", "1e308,1e308"], "per_token is 3.125e+303; it must be a number from 0 to 1e+200"),
+        (["longalign-like", "--cost-model", "1,1", "--microbatch-cost", "1e308"], "is 1e+308 tokens; it must be a number from 0 to"),
+    ],
+)
+def test_numbers_that_are_none(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((PlanError, SystemExit)) as caught:
+        run(*words, "--ranks", "2", "--samples-per-rank", "1")
+    assert said in (str(caught.value) if isinstance(caught.value, PlanError) else capsys.readouterr().err)
+
+
+def test_the_smallest_lengths_of_a_distribution_are_planned() -> None:
+    assert run("longalign-like/65536", "--ranks", "2", "--samples-per-rank", "1", "--microbatch-cost", str(2**40)) == 0
+
+
 def write_experiment(folder: Path, lengths: Sequence[int], **odc: object) -> str:
     """An experiment of documents of so many tokens: bytes between one that begins and one that ends a document."""
     lines = [json.dumps({"text": "x" * (length - 2)}) for length in lengths]

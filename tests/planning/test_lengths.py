@@ -68,6 +68,8 @@ def test_files(tmp_path: Path, suffix: str, text: str) -> None:
         (".json", "[3, true]", "entry 2"),
         (".jsonl", '3\n{"len": 4}', "entry 2 .* is {"),
         (".jsonl", "3\n2.5", "entry 2"),
+        (".json", f"[3, {2**40 + 1}]", "entry 2 .* from 1 to 1099511627776"),
+        (".txt", "3 1" + "0" * 30, "entry 2 .* from 1 to 1099511627776"),
     ],
 )
 def test_bad_files(tmp_path: Path, suffix: str, text: str, message: str) -> None:

@@ -64,7 +64,7 @@ def arena_bytes(nbytes: int, pes: int) -> int:
 
 
 def _pinned_words(count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.int64, pin_memory=True)
+    return torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 class ShmemMemory:
