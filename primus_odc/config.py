@@ -12,7 +12,8 @@ everything that is wrong. Primus itself accepts any key, so a misspelt one would
 look like ours are looked for beside the block too, while keys of Primus, Megatron or the user's own are left alone.
 
 One YAML serves all arms: a key that has no effect under the chosen arm is accepted, so that switching ``comm_backend`` is the only edit.
-Refused is what contradicts: ``baseline`` under another backend than ``nccl_pad``, ``deterministic`` with ``accumulate: owner``.
+Refused is what contradicts: ``baseline`` under another backend than ``nccl_pad``, ``deterministic`` with ``accumulate: owner``,
+``microbatch_cost`` where tokens cost nothing.
 
 Nothing here imports torch or another part of the package.
 """

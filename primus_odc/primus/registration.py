@@ -21,7 +21,7 @@ from typing import Any
 from primus_odc.errors import ConfigError
 from primus_odc.primus.loading import BACKEND
 
-# As in primus_odc.config: below this similarity a key is somebody else's.
+# As in primus_odc._config_keys: below this similarity a key is somebody else's.
 _SIMILAR = 0.85
 
 
