@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_BASELINES = {"nccl_localsort": "localsort", "nccl_zero2": "zero2"}
+from primus_odc.config import BASELINES
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -51,6 +51,6 @@ class Job:
 def arm_params(params: Mapping[str, Any], arm: str) -> dict[str, Any]:
     """``params`` with the communication of another arm."""
     odc = {key: value for key, value in (params.get("odc") or {}).items() if key != "baseline"}
-    if arm in _BASELINES:
-        odc["baseline"] = _BASELINES[arm]
-    return {**params, "comm_backend": "nccl_pad" if arm in _BASELINES else arm, "odc": odc}
+    if arm in BASELINES:
+        odc["baseline"] = BASELINES[arm]
+    return {**params, "comm_backend": "nccl_pad" if arm in BASELINES else arm, "odc": odc}
