@@ -160,6 +160,21 @@ def test_start_up_pattern_test_finds_a_private_copy(monkeypatch: pytest.MonkeyPa
     assert re.search("rank 0: start-up pattern test with rank 1 failed: .* pushed 0x0|rank 1: start-up .* failed: pulled 0x0", str(results))
 
 
+def test_a_watcher_that_fails_fails_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = heaps(2)
+
+    def broken() -> None:
+        raise RuntimeError("no more beats")
+
+    monkeypatch.setattr(ranks[0]._board, "beat", broken)
+    reason = "the thread that watches the other ranks failed: RuntimeError: no more beats"
+    with pytest.raises(PeerError, match=f"rank 0 aborted: {reason}"):
+        ranks[1].wait(0, "step", 0, 1, "settle")
+    with pytest.raises(PeerError, match=f"this rank failed before: {reason}"):
+        ranks[0].check("gather")
+    close(*ranks)
+
+
 class _Stuck:
     """Memory that cannot be closed, as of a device that does not finish."""
 
