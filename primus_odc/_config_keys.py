@@ -69,12 +69,12 @@ def misplaced_keys(params: Mapping[str, Any], odc_keys: Sequence[str], *, active
 
 def _misspelt(key: str, value: Any, odc_keys: Sequence[str]) -> str | None:
     plain = key.lower().replace("-", "_")
-    if plain == "comm_backend" or _similarity(plain, "comm_backend") >= _SIMILAR:
+    if plain == "comm_backend" or resembles(plain, "comm_backend"):
         return f"{key} is not known, did you mean 'comm_backend'?"
     if plain == "odc" or (as_mapping(value) is not None and sorted(plain) == ["c", "d", "o"]):
         return f"{key} is not known, did you mean 'odc' ({describe(value)} was given)?"
     old = nearest(plain, tuple(IN_TREE_KEYS))
-    if _similarity(plain, old) >= _SIMILAR:
+    if resembles(plain, old):
         return f"{key} is not known, did you mean {old!r}? That is a key of Primus' in-tree ODC; it is now {IN_TREE_KEYS[old][1]}"
     if plain.startswith("odc_"):
         meant = nearest(plain.removeprefix("odc_"), odc_keys)
@@ -84,5 +84,6 @@ def _misspelt(key: str, value: Any, odc_keys: Sequence[str]) -> str | None:
     return None
 
 
-def _similarity(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
+def resembles(key: str, ours: str) -> bool:
+    """Whether ``key`` is so near to ``ours`` that it was meant."""
+    return difflib.SequenceMatcher(None, key, ours).ratio() >= _SIMILAR

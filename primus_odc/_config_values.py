@@ -46,6 +46,11 @@ def describe(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
+def spell(value: Any) -> str:
+    """A value as it is written in YAML: ``true``, ``null``, ``3``."""
+    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
 def as_mapping(value: Any) -> Mapping[Any, Any] | None:
     """The value as a mapping when it is one, or is the namespace Primus makes of one; else None."""
     if isinstance(value, Mapping):

@@ -1,9 +1,11 @@
-"""Locks on outputs of a run, files and folders: held while a file is open, released by the kernel when the process ends, however."""
+"""Locks on files and folders: held while a file is open, released by the kernel when the process ends, however."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,6 +13,7 @@ from primus_odc.errors import DataError
 
 FOLDER_LOCK = "run.lock"
 """The file in a folder of outputs that is locked while a run writes there; it stays behind, unlocked."""
+_POLL_S = 0.1
 
 
 def lock_folder(folder: Path, key: str, *, busy: str) -> IO[bytes]:
@@ -68,3 +71,32 @@ def lock_open_file(file: IO[Any], what: str, *, busy: str, remedy: str, shared: 
         raise DataError(busy) from None
     except OSError as error:
         raise DataError(f"{what} cannot be locked: {error.strerror}; {remedy}") from error
+
+
+def wait_for_lock(file: IO[Any], timeout_s: float, on_wait: Callable[[], None], *, late: str, remedy: str) -> None:
+    """Lock ``file``, open for writing, until it is closed; another process that holds the lock is waited for.
+
+    Args:
+        timeout_s: seconds to wait.
+        on_wait: called once when another process holds the lock.
+        late: the message where it does so after ``timeout_s``.
+        remedy: what to change where the file system knows no locks.
+
+    Raises:
+        DataError: another process still holds the lock, or the file system knows none.
+    """
+    deadline = time.monotonic() + timeout_s
+    waiting = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise DataError(late) from None
+        except OSError as error:
+            raise DataError(f"{file.name} cannot be locked ({error.strerror}); {remedy}") from error
+        if not waiting:
+            waiting = True
+            on_wait()
+        time.sleep(_POLL_S)

@@ -12,7 +12,8 @@ everything that is wrong. Primus itself accepts any key, so a misspelt one would
 look like ours are looked for beside the block too, while keys of Primus, Megatron or the user's own are left alone.
 
 One YAML serves all arms: a key that has no effect under the chosen arm is accepted, so that switching ``comm_backend`` is the only edit.
-Refused is what contradicts: ``baseline`` under another backend than ``nccl_pad``, ``deterministic`` with ``accumulate: owner``.
+Refused is what contradicts: ``baseline`` under another backend than ``nccl_pad``, ``deterministic`` with ``accumulate: owner``,
+``microbatch_cost`` where tokens cost nothing.
 
 Nothing here imports torch or another part of the package.
 """
@@ -39,6 +40,8 @@ Baseline = Literal["lb_micro", "localsort", "zero2"]
 Nic = Literal["mlx5", "bnxt", "ionic"]
 
 COMM_BACKENDS: tuple[CommBackend, ...] = get_args(CommBackend)
+BASELINES: dict[str, Baseline] = {"nccl_localsort": "localsort", "nccl_zero2": "zero2"}
+"""Reported names of the variants of ``nccl_pad``, and the ``baseline`` that chooses each."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -209,10 +212,9 @@ def _parse_backend(value: Any, problems: list[str]) -> CommBackend | None:
     if not isinstance(value, str):
         problems.append(f"comm_backend must be a name, but {describe(value)} was given; {allowed}")
         return None
-    baselines = {"nccl_localsort": "localsort", "nccl_zero2": "zero2"}
-    if value in baselines:
+    if value in BASELINES:
         problems.append(
-            f"comm_backend: {value} is the reported name of a baseline; set comm_backend: nccl_pad and odc.baseline: {baselines[value]}"
+            f"comm_backend: {value} is the reported name of a baseline; set comm_backend: nccl_pad and odc.baseline: {BASELINES[value]}"
         )
         return None
     problems.append(f"comm_backend: {value!r} is not known, did you mean {nearest(value, COMM_BACKENDS)!r}? {allowed}")

@@ -4,12 +4,15 @@
 # Needs CMake and a Python with torch for the GPUs, pybind11 and pytest; on NVIDIA nvcc (NVSHMEM comes with torch), on AMD ROCm 7 and
 # amd-mori. Installs nothing. On AMD none of it has ever run.
 #   scripts/test_shmem.sh [build|tests|engine|sanitizer|bench]...      default: all of them
-# Read from the environment: PYTHON (default python3), OUT (folder for logs and figures, default build/shmem), SANITIZER_TOOL (default
-# memcheck), SHARE_GPUS=1 (ranks share GPUs where a test needs more than there are; by default it is skipped).
+# Read from the environment: PYTHON (default: python, else python3), OUT (folder for logs and figures, default build/shmem), SANITIZER_TOOL
+# (default memcheck), SHARE_GPUS=1 (ranks share GPUs where a test needs more than there are; by default it is skipped).
 set -euo pipefail
 
-cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-python=${PYTHON:-python3}
+# shellcheck source=scripts/setup_env.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/setup_env.sh"
+
+cd -- "$ODC_ROOT"
+python=$(find_python)
 out=${OUT:-build/shmem}
 mkdir -p -- "$out"
 # The kernels do not use NVLink multicast, and a machine that shares its switch may forbid it.

@@ -221,6 +221,16 @@ def test_missing_packages_are_named_and_not_installed(launch: Launch, tmp_path: 
     assert calls.startswith("-c ") and "-m" not in calls.split()
 
 
+@pytest.mark.parametrize("script", ["run_odc.sh", "test_gpu.sh", "test_shmem.sh"])
+def test_every_script_takes_the_interpreter_that_is_meant(script: str, tmp_path: Path) -> None:
+    changed = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PRIMUS_PATH": "", "PYTHON": "", "OUT": str(tmp_path / "out")}
+    (tmp_path / "python").write_text("#!/bin/sh\necho the python at hand >&2\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    words = [str(ROOT / "scripts" / script), *(["configs/smoke.yaml"] if script == "run_odc.sh" else [])]
+    result = subprocess.run(["bash", *words], env={**os.environ, **changed}, capture_output=True, text=True, timeout=50, cwd=ROOT)
+    assert result.returncode != 0 and "the python at hand" in result.stderr
+
+
 def test_the_gpu_tests_are_refused_where_torch_sees_no_gpu() -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     script = ROOT / "scripts" / "test_gpu.sh"

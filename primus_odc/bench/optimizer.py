@@ -14,16 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from primus_odc.errors import ProtocolError
+from primus_odc.megatron.optimizer import local
 
 _WARM_UP_STEPS = 3
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 class LocalAdamW:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import primus_odc
 from primus_odc.bench.job import ArmSpec, Job
-from primus_odc.bench.optimizer import DTensorAdamW, LocalAdamW, local, make_adamw, optimizer_bytes
+from primus_odc.bench.optimizer import DTensorAdamW, LocalAdamW, make_adamw, optimizer_bytes
 from primus_odc.bench.shapes import SHAPES
 from primus_odc.config import parse_options
 from primus_odc.fsdp.engine import Engine
@@ -28,6 +28,7 @@ from primus_odc.megatron.ideal import Replica, own_rows
 from primus_odc.megatron.meter import Meter
 from primus_odc.megatron.model import PackedGPT, build_gpt_without_weights, draw_weights
 from primus_odc.megatron.on_demand import MeteredEngine
+from primus_odc.megatron.optimizer import local
 from primus_odc.megatron.sharding import mixed_precision, shard_gpt
 
 Options = tuple[tuple[str, str], ...] | None

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from primus_odc.errors import DataError
-
-_POLL_S = 0.1
+from primus_odc._locks import wait_for_lock
 
 
 @contextmanager
@@ -28,22 +24,9 @@ def file_lock(path: Path, timeout_s: float, on_wait: Callable[[], None]) -> Iter
         DataError: another process still holds it after ``timeout_s``, or the file system knows no locks.
     """
     with path.open("ab") as file:
-        deadline = time.monotonic() + timeout_s
-        waiting = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise DataError(
-                        f"another process has held {path} for {timeout_s:g} s; if it is still building the token cache, wait longer or "
-                        "build the cache beforehand in one process, else end that process"
-                    ) from None
-            except OSError as error:
-                raise DataError(f"{path} cannot be locked ({error.strerror}); put the cache on a local disk (data_cache_path)") from error
-            if not waiting:
-                waiting = True
-                on_wait()
-            time.sleep(_POLL_S)
+        late = (
+            f"another process has held {path} for {timeout_s:g} s; if it is still building the token cache, wait longer or build the cache "
+            "beforehand in one process, else end that process"
+        )
+        wait_for_lock(file, timeout_s, on_wait, late=late, remedy="put the cache on a local disk (data_cache_path)")
         yield

@@ -43,7 +43,7 @@ def gpu_files() -> list[str]:
 
 
 def check_processor(job: Job) -> list[Finding]:
-    """Order of stores, and ``memfd_create``: both transports keep their control words in host memory."""
+    """Order of stores, and ``memfd_create``: every transport keeps its control words in host memory."""
     try:
         require_host_transport()
         descriptor = os.memfd_create("primus_odc_doctor", os.MFD_CLOEXEC)
@@ -123,5 +123,5 @@ def _temporary_folder(environment: Mapping[str, str]) -> str:
 def check_ptrace() -> list[Finding]:
     """Whether a process may look into another; told because other libraries need it."""
     scope = PTRACE_SCOPE.read_text().strip() if PTRACE_SCOPE.exists() else "not restricted by Yama"
-    found = f"ptrace scope {scope}; not needed: descriptors of shared memory travel over sockets, in both transports"
+    found = f"ptrace scope {scope}; not needed: descriptors of shared memory travel over sockets"
     return [Finding(check="ptrace", severity="ok", found=found)]

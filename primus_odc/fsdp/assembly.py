@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore
@@ -50,7 +51,7 @@ def assemble(
     deliver: Callable[[int, Fill], None],
     direct: Callable[[int], torch.Tensor | None],
 ) -> Assembly:
-    """Make them (collective over the mesh); the last four arguments are those of :class:`ArenaPlane`."""
+    """Make them (collective over the mesh); the last four arguments are those of :class:`ArenaPlane`. Who cannot tells the others."""
     mode, verify, nodes = choices.accumulate, config.verify == "checksum", nodes_of(config, mesh)
     across = nodes.across if nodes is not None else Across()
     plan = plan_arena(groups, mode, RING_SLOTS, device, across)
@@ -68,22 +69,17 @@ def assemble(
         machines=machines,
     )
     memory = memory_of(groups, mode, choices.transport, device, across, verify=verify)
-    if nodes is None:
-        plane = ArenaPlane(
-            heap,
-            topology,
-            groups,
-            read_shard_of=read_shard_of,
-            reshard=reshard,
-            deliver=deliver,
-            mode=mode,
-            slots=RING_SLOTS,
-            verify=verify,
-            direct=direct,
-        )
-        return Assembly(heap, plane, RankProtocol(topology, plane, mode, RING_SLOTS), memory)
-    far = TwoLevelPlane(heap, topology, groups, read_shard_of=read_shard_of, reshard=reshard, deliver=deliver, verify=verify, direct=direct)
-    return Assembly(heap, far, TwoLevelProtocol(topology, far), memory)
+    calls: dict[str, Any] = {"read_shard_of": read_shard_of, "reshard": reshard, "deliver": deliver, "direct": direct}
+    try:
+        if nodes is None:
+            plane = ArenaPlane(heap, topology, groups, mode=mode, slots=RING_SLOTS, verify=verify, **calls)
+            return Assembly(heap, plane, RankProtocol(topology, plane, mode, RING_SLOTS), memory)
+        far = TwoLevelPlane(heap, topology, groups, verify=verify, **calls)
+        return Assembly(heap, far, TwoLevelProtocol(topology, far), memory)
+    except BaseException as error:
+        heap.abort(f"attach: {error}")
+        heap.close(goodbye=False)
+        raise
 
 
 def span(

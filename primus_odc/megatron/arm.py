@@ -15,8 +15,8 @@ odc_nopad         on demand                                   LB-Mini, zero coun
 
 Stock FSDP2 takes the mean over ranks; the factor that undoes it is part of the loss there. Gradients are thus normalised once, in all arms.
 
-Beside FSDP2's own, the stock arms have two collectives a step: an all-gather of what each rank has to report, and the gradient norm. The
-on-demand arms have the first alone; it comes right after settle, where all ranks have just met anyway.
+Beside FSDP2's own, the stock arms have two collectives a step: an all-gather of what each rank has to report, and the gradient norm. On
+demand there is the first, which comes right after settle, where all ranks have just met anyway, and on a GPU the norm's, of one number.
 
 On a GPU the host reads loss and norm only when the optimizer step and the publication are queued, so that the device has work while the
 host begins the next step. Numbers that are not finite make the optimizer change nothing there too, by a flag that the device computes.

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_BASELINES = {"nccl_localsort": "localsort", "nccl_zero2": "zero2"}
+from primus_odc.config import BASELINES
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -50,11 +50,11 @@ class Job:
 
 def arm_params(params: Mapping[str, Any], arm: str) -> dict[str, Any]:
     """``params`` with the communication of another arm."""
-    backend = "nccl_pad" if arm in _BASELINES else arm
+    backend = "nccl_pad" if arm in BASELINES else arm
     given = {} if params.get("odc") is None else params["odc"]
     if not isinstance(given, Mapping):
         return {**params, "comm_backend": backend}  # no block: refused where it is read
     odc = {key: value for key, value in given.items() if key != "baseline"}
-    if arm in _BASELINES:
-        odc["baseline"] = _BASELINES[arm]
+    if arm in BASELINES:
+        odc["baseline"] = BASELINES[arm]
     return {**params, "comm_backend": backend, "odc": odc}

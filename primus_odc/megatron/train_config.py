@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from primus_odc._config_values import BadValueError, describe, expand_home
+from primus_odc._config_values import BadValueError, describe, expand_home, spell
 from primus_odc.errors import ConfigError
 from primus_odc.megatron.train_keys import FIXED, TEXT_KEYS
 
@@ -83,7 +83,7 @@ def parse_train(params: Mapping[str, Any]) -> TrainConfig:
         ConfigError: every wrong key and value at once.
     """
     problems = [
-        f"{key}: {describe(params[key])} is not supported by the standalone trainer; leave it out or set {_spell(accepted[0])}: {reason}"
+        f"{key}: {describe(params[key])} is not supported by the standalone trainer; leave it out or set {spell(accepted[0])}: {reason}"
         for key, (accepted, reason) in FIXED.items()
         if key in params and _switch(params[key]) not in accepted
     ]
@@ -174,7 +174,3 @@ def _number(value: Any) -> Any:
     if not math.isfinite(number):
         return value
     return int(value) if value.strip().lstrip("+-").isdigit() else number
-
-
-def _spell(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)

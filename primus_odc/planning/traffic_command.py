@@ -96,9 +96,9 @@ def render_traffic(shape: str, ranks_per_node: int, microbatches: int, rows: Seq
 def render_prediction(found: DualNode, machine: Machine) -> str:
     """The prediction as a Markdown table, marked as one."""
     head = [
-        "PREDICTION: nothing of ours was run across nodes. Speed-up over collectives with equal counts; two nodes of eight, 14B, lengths "
-        f"like LongAlign's; assumed: {machine.tflops:g} TFLOP/s a GPU, {machine.nic_gbytes:g} GB/s a NIC, {machine.link_gbytes:g} GB/s "
-        "inside a node.",
+        "PREDICTION: nothing of ours was run between machines. Speed-up over collectives with equal counts; two nodes of eight, 14B, "
+        f"lengths like LongAlign's; assumed: {machine.tflops:g} TFLOP/s a GPU, {machine.nic_gbytes:g} GB/s a NIC, "
+        f"{machine.link_gbytes:g} GB/s inside a node.",
         "",
         f"The model of the port has one fitted rate, {found.port_gbytes:.0f} GB/s a NIC; it misses the published figures by "
         f"{found.error:.3f} (root mean square).",

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from primus_odc import versions
-from primus_odc._config_values import describe
+from primus_odc._config_values import describe, spell
 from primus_odc.config import ParsedComm, parse_odc
 from primus_odc.data.keys import parse_data
 from primus_odc.errors import ConfigError, VersionError
@@ -159,7 +159,7 @@ def check(args: Any, kind: Kind, environment: Mapping[str, str] = os.environ, in
 
 def _unaccepted(keys: Mapping[str, Any], table: Mapping[str, tuple[tuple[Any, ...], str]]) -> list[str]:
     return [
-        f"{key}: {_spell(keys[key])} is not possible with comm_backend; set it to {_spell(accepted[0])}: {reason}"
+        f"{key}: {spell(keys[key])} is not possible with comm_backend; set it to {spell(accepted[0])}: {reason}"
         for key, (accepted, reason) in table.items()
         if key in keys and keys[key] not in accepted
     ]
@@ -264,7 +264,3 @@ def _versions() -> list[str]:
         except VersionError as error:
             problems.append(str(error))
     return problems
-
-
-def _spell(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)

@@ -15,14 +15,11 @@ The first two exist with the plugin only, so a file that names one cannot train 
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
+from primus_odc._config_keys import resembles
 from primus_odc.errors import ConfigError
 from primus_odc.primus.loading import BACKEND
-
-# As in primus_odc.config: below this similarity a key is somebody else's.
-_SIMILAR = 0.85
 
 
 def register_trainers() -> None:
@@ -90,7 +87,7 @@ def asks_for_us(args: Any) -> bool:
         ConfigError: a key is nearly ``comm_backend``, and would be ignored.
     """
     keys = vars(args)
-    near = [key for key in keys if key != "comm_backend" and difflib.SequenceMatcher(None, key, "comm_backend").ratio() >= _SIMILAR]
+    near = [key for key in keys if key != "comm_backend" and resembles(key, "comm_backend")]
     if near:
         raise ConfigError([f"{key} is not known, did you mean 'comm_backend'?" for key in near])
     return keys.get("comm_backend") is not None

@@ -142,15 +142,15 @@ def choose(interface: str | None, store_address: tuple[str, int]) -> tuple[str, 
 def _local_address(store_address: tuple[str, int]) -> str:
     """The address from which packets to ``store_address`` leave; nothing is sent."""
     host, port = store_address
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        try:
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
-        except OSError as error:
-            raise ConfigError(
-                [f"no way from {socket.gethostname()} to {host}:{port} ({error}): check MASTER_ADDR, or set odc.interface"]
-            ) from error
-        return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            [f"no way from {socket.gethostname()} to {host}:{port} ({error}): check MASTER_ADDR, or set odc.interface"]
+        ) from error
 
 
 @contextlib.contextmanager

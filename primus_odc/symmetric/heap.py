@@ -386,9 +386,15 @@ class SymmetricHeap:
         self._watcher.tell()
 
     def close(self, *, goodbye: bool = True) -> None:
-        """Leave: stop the watcher. The segments are freed with the last view and the last process."""
+        """Leave: stop the watcher; peers are told of memory that cannot be closed. Segments are freed with the last view and process."""
         if self._relay is not None:
             self._relay.stop()
-        if self._memory is not None:
-            self._memory.close()
-        self._watcher.stop(goodbye=goodbye)
+        try:
+            if self._memory is not None:
+                self._memory.close()
+        except BaseException as error:
+            self.abort(f"closing the heap: {error}")
+            goodbye = False  # what this rank stored last may never be there
+            raise
+        finally:
+            self._watcher.stop(goodbye=goodbye)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from primus_odc.errors import OdcError, PeerTimeoutError
+from primus_odc.symmetric.bootstrap import host_id
 
 Exchange = Callable[[Any], list[Any]]
 """All-gather of one picklable object per rank, in rank order; collective."""
@@ -50,8 +51,8 @@ class HostMesh:
 class _Card:
     """What a rank tells the others about itself before they can connect."""
 
-    boot_id: str
-    net_namespace: int
+    host: str
+    """Boot id and network namespace."""
     address: str
     nbytes: int
     available: int
@@ -116,7 +117,7 @@ def connect_host_mesh(
     address = f"primus_odc-{uuid.uuid4().hex}"
     listener.bind("\0" + address)
     listener.listen(world_size)
-    card = _Card(_boot_id(), os.stat("/proc/self/ns/net").st_ino, address, nbytes, available_memory())
+    card = _Card(host_id(), address, nbytes, available_memory())
     try:
         cards: list[_Card] = exchange(card)
         deadline = time.monotonic() + timeout_s
@@ -157,9 +158,18 @@ def connect_host_mesh(
         raise PeerTimeoutError(f"rank {rank}: ranks {missing} did not join the heap within {timeout_s:g} s ({error!r})") from error
     finally:
         listener.close()
-    segments = {r: mmap.mmap(descriptors[r], nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) for r in near}
-    for descriptor in descriptors.values():
-        os.close(descriptor)  # the mapping keeps the segment alive
+    try:
+        segments = {r: mmap.mmap(descriptors[r], nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) for r in near}
+    except OSError as error:
+        for sock in sockets.values():
+            sock.close()
+        raise OdcError(
+            f"rank {rank}: cannot map the shared memory of {len(near)} ranks, {nbytes / 2**20:.1f} MiB each: {error.strerror}; raise the "
+            "limit of address space (ulimit -v), or use fewer ranks"
+        ) from error
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)  # the mapping keeps the segment alive
     return HostMesh(segments, sockets)
 
 
@@ -167,11 +177,6 @@ def _peer_uid(sock: socket.socket) -> int:
     """User of the process at the other end (``SO_PEERCRED``, unix(7))."""
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(uid)
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as f:
-        return f.read().strip()
 
 
 def _check_cards(cards: list[_Card], rank: int, nodes: Sequence[int]) -> None:
@@ -182,7 +187,7 @@ def _check_cards(cards: list[_Card], rank: int, nodes: Sequence[int]) -> None:
     for node in sorted(set(nodes), key=lambda node: node != nodes[rank]):  # the own one first
         members = [r for r, n in enumerate(nodes) if n == node]
         first = cards[rank if node == nodes[rank] else members[0]]
-        elsewhere = [r for r in members if (cards[r].boot_id, cards[r].net_namespace) != (first.boot_id, first.net_namespace)]
+        elsewhere = [r for r in members if cards[r].host != first.host]
         if elsewhere and len(members) == len(nodes):
             raise OdcError(
                 f"rank {rank}: ranks {elsewhere} run on another host or in another network namespace; odc.transport 'host' reaches "
@@ -218,7 +223,7 @@ def _receive_hello(sock: socket.socket, descriptors: dict[int, int], nbytes: int
     if len(data) < _HELLO.size or len(fds) != 1:
         raise EOFError("the peer closed its socket during the bootstrap")
     peer, peer_nbytes = _HELLO.unpack(data)
+    descriptors[peer] = fds[0]  # whoever calls closes it
     if peer_nbytes != nbytes:
         raise OdcError(f"rank {peer} brought a segment of {peer_nbytes} bytes, expected {nbytes}")
-    descriptors[peer] = fds[0]
     return int(peer)

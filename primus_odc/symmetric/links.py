@@ -237,8 +237,7 @@ class Door:
                             continue
                         selector.unregister(sock)
                         rank = self._known(said.pop(sock))
-                        if rank in told and rank not in callers:
-                            sock.sendall(cards[rank].token.encode())  # the first bytes of a connection: they fit
+                        if rank in told and rank not in callers and _answered(sock, cards[rank].token):
                             callers[rank] = sock
                         else:
                             sock.close()
@@ -274,6 +273,15 @@ def _left(deadline: float) -> float:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _answered(sock: socket.socket, token: str) -> bool:
+    """Send ``token``; whether the other end is still there. Who has gone is named as one that did not come."""
+    try:
+        sock.sendall(token.encode())  # the first bytes of a connection: they fit
+    except ConnectionError:
+        return False
+    return True
 
 
 def _taken(sock: socket.socket, nbytes: int) -> bytes:

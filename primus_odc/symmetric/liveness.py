@@ -83,6 +83,13 @@ class PeerWatcher:
             time.sleep(0.001)
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:  # noqa: BLE001  # told to every rank, this one included, which fails in its next call
+            if not self._stopping.is_set():
+                self._board.abort(f"the thread that watches the other ranks failed: {type(error).__name__}: {error}")
+
+    def _watch(self) -> None:
         due = 0.0
         while not self._stopping.is_set():
             asked, known = self._asked, len(self._dead) + len(self._left)

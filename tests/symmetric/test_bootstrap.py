@@ -124,6 +124,11 @@ def test_an_answer_of_somebody_else_is_no_answer() -> None:
     assert "somebody else answers" in wrong and "rank 1" in wrong
 
 
+def test_a_name_of_the_store_that_does_not_resolve_is_told_with_what_to_change() -> None:
+    with pytest.raises(ConfigError, match=r"no way from .* to no\.such\.host\.invalid:29500 .*: check MASTER_ADDR, or set odc\.interface"):
+        choose(None, ("no.such.host.invalid", 29500))
+
+
 def test_link_local_addresses_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "interfaces", lambda: {"eth0": ["fe80::1"], "eth1": ["fe80::2", "fd00::2"]})
     assert choose("eth1", STORE) == ("eth1", "fd00::2")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from primus_odc.errors import OdcError, PeerError, PeerTimeoutError
+from primus_odc.symmetric.arena import ArenaPlan
 from primus_odc.symmetric.board import ABORT_TEXT_BYTES
 from primus_odc.symmetric.heap import SymmetricHeap
 from tests.symmetric.harness import all_good, in_threads, make_heap
@@ -157,6 +158,57 @@ def test_start_up_pattern_test_finds_a_private_copy(monkeypatch: pytest.MonkeyPa
     assert [isinstance(r, OdcError) for r in results] == [True, True], results
     # Whoever looks first tells the other: rank 1 reads its stale copy, rank 0 misses what rank 1 wrote into a copy.
     assert re.search("rank 0: start-up pattern test with rank 1 failed: .* pushed 0x0|rank 1: start-up .* failed: pulled 0x0", str(results))
+
+
+def test_a_watcher_that_fails_fails_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = heaps(2)
+
+    def broken() -> None:
+        raise RuntimeError("no more beats")
+
+    monkeypatch.setattr(ranks[0]._board, "beat", broken)
+    reason = "the thread that watches the other ranks failed: RuntimeError: no more beats"
+    with pytest.raises(PeerError, match=f"rank 0 aborted: {reason}"):
+        ranks[1].wait(0, "step", 0, 1, "settle")
+    with pytest.raises(PeerError, match=f"this rank failed before: {reason}"):
+        ranks[0].check("gather")
+    close(*ranks)
+
+
+class _Stuck:
+    """Memory that cannot be closed, as of a device that does not finish."""
+
+    network = None
+
+    def __init__(self, arenas: dict[int, torch.Tensor]) -> None:
+        self.arenas = arenas
+
+    def store(self, rank: int, offset: int, value: int) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def close(self) -> None:
+        raise OdcError("the GPU did not finish")
+
+
+def test_a_rank_whose_memory_cannot_be_closed_says_so_and_leaves() -> None:
+    arenas = {rank: torch.zeros(4096, dtype=torch.uint8) for rank in range(2)}
+    gc.collect()
+    descriptors = _descriptors()
+
+    def main(rank: int, exchange: Exchange) -> SymmetricHeap:
+        return SymmetricHeap(rank, ["rank 0", "rank 1"], ArenaPlan(), {"step": 1}, exchange, 10.0, lambda *_: _Stuck(arenas))
+
+    ranks = all_good(in_threads(2, main))
+    with pytest.raises(OdcError, match="the GPU did not finish"):
+        ranks[0].close()
+    with pytest.raises(PeerError, match=r"rank 0 (died after|aborted): closing the heap: the GPU did not finish"):
+        ranks[1].wait(0, "step", 0, 1, "settle")
+    with pytest.raises(OdcError, match="the GPU did not finish"):
+        ranks[1].close()
+    ranks.clear()
+    gc.collect()
+    assert _descriptors() == descriptors
 
 
 def _descriptors() -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
+import mmap
 import os
 import resource
+import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -58,6 +61,32 @@ def test_a_peer_that_disappears_in_the_bootstrap_is_named(missing: int) -> None:
             assert f"{missing}" in str(error).split("did not join the heap within 0.5 s")[0].split("ranks", 1)[1]
     del results, error
     assert _descriptors() == before
+
+
+def test_what_cannot_be_mapped_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "no address space")
+
+    before = _descriptors()
+    monkeypatch.setattr(mmap, "mmap", full)
+    results = in_threads(2, lambda rank, exchange: make_heap(rank, 2, exchange))
+    for rank, error in enumerate(results):
+        assert isinstance(error, OdcError), error
+        assert f"rank {rank}: cannot map the shared memory of 2 ranks" in str(error) and "no address space" in str(error)
+    del results, error
+    assert _descriptors() == before
+
+
+def test_the_descriptor_of_a_segment_of_another_size_is_kept_to_be_closed() -> None:
+    near, far = socket.socketpair()
+    brought, descriptors = host.make_segment(4096, 1), dict[int, int]()
+    with near, far:
+        host._send_hello(far, 1, 4096, brought)
+        with pytest.raises(OdcError, match="rank 1 brought a segment of 4096 bytes, expected 8192"):
+            host._receive_hello(near, descriptors, 8192)
+    os.close(brought)
+    assert list(descriptors) == [1]
+    os.close(descriptors[1])
 
 
 def test_a_peer_that_listens_but_never_answers_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +160,12 @@ def _own_network(rank: int, exchange: FileExchange, pipe: Connection) -> str:
 
 
 def test_another_host_is_refused() -> None:
-    cards = [host._Card(boot, 1, "address", 100, 1 << 30) for boot in ("a", "b", "a")]
+    cards = [host._Card(name, "address", 100, 1 << 30) for name in ("a", "b", "a")]
     with pytest.raises(OdcError, match=r"rank 0: ranks \[1\] run on another host"):
         host._check_cards(cards, 0, [0, 0, 0])
     with pytest.raises(OdcError, match=r"rank 1: ranks \[0, 2\] run on another host"):
         host._check_cards(cards, 1, [0, 0, 0])
-    host._check_cards([dataclasses.replace(c, boot_id="a") for c in cards], 0, [0, 0, 0])
+    host._check_cards([dataclasses.replace(c, host="a") for c in cards], 0, [0, 0, 0])
 
 
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

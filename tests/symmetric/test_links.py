@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,6 +16,7 @@ import torch
 
 from primus_odc.errors import PeerError, PeerTimeoutError
 from primus_odc.primitives.nodes import Nodes
+from primus_odc.symmetric import links as module
 from primus_odc.symmetric.board import OWN_WORDS, Board
 from primus_odc.symmetric.links import Card, Door, Link, Links, contacts
 from primus_odc.symmetric.words import WordLayout
@@ -89,6 +91,26 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert asks
     for rank in set(asks) - {told}:
         assert isinstance(results[rank], PeerTimeoutError) and "rank 1 at 127.0.0.1 did not answer in time" in str(results[rank])
+
+
+def test_a_rank_that_ends_while_it_is_answered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door("127.0.0.1")
+    caller = socket.create_connection((door.card.address, door.card.port))
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset, as when a process is killed
+    caller.sendall(f"{door.card.token}{1:08}".encode())
+    taken = module._taken
+
+    def taken_last(sock: socket.socket, nbytes: int) -> bytes:
+        data = taken(sock, nbytes)
+        caller.close()
+        time.sleep(0.05)
+        return data
+
+    monkeypatch.setattr(module, "_taken", taken_last)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        cards = [door.card, Card("127.0.0.1", silent.getsockname()[1], "f" * 32)]
+        with pytest.raises(PeerTimeoutError, match="rank 0: links between nodes: rank 1 did not connect"):
+            door.connect(0, ["rank 0", "rank 1"], [0, 1], cards, 0.5)
 
 
 def test_a_contact_that_cannot_be_reached_is_named() -> None:

@@ -11,7 +11,6 @@ went into it.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import os
 import shutil
@@ -21,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from primus_odc._locks import wait_for_lock
 from primus_odc.errors import ConfigError, OdcError
 from primus_odc.symmetric.shmem.extension import installed_mori
 
@@ -32,6 +32,7 @@ _VENDORS = {"0x15b3": "mlx5", "0x14e4": "bnxt", "0x1dd8": "ionic"}
 _SOURCES = ("kernels.cu", "copy.h", "portable.h", "arguments.h")
 _INFINIBAND = Path("/sys/class/infiniband")
 _COMPILE_TIMEOUT_S = 300
+_LOCK_TIMEOUT_S = 2.0 * _COMPILE_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def code_object(target: Target, *, hipcc: str | None = None, mori: Path | None =
         cache: folder for results; None: :func:`cache_folder`.
 
     Raises:
-        OdcError: compiler, MORI or sources are missing, or the compilation fails (with the compiler's words).
+        OdcError: compiler, MORI or sources are missing, the compilation fails (with the compiler's words), or another process does not
+            end its own.
     """
     compiler = hipcc or find_hipcc()
     folder = mori or installed_mori().folder
@@ -140,7 +142,8 @@ def code_object(target: Target, *, hipcc: str | None = None, mori: Path | None =
     kept = (cache or cache_folder()) / f"kernels-{target.arch}-{target.nic}-{digest.hexdigest()[:16]}.co"
     kept.parent.mkdir(parents=True, exist_ok=True)
     with open(kept.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # its holder's compilation is under a time limit
+        late = f"another process has held {lock.name} for {_LOCK_TIMEOUT_S:g} s, longer than a compilation may take: end that process"
+        wait_for_lock(lock, _LOCK_TIMEOUT_S, lambda: None, late=late, remedy="set XDG_CACHE_HOME to a folder on a local disk")
         if not kept.is_file():
             with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
                 built = Path(scratch) / "kernels.co"

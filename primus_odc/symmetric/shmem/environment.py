@@ -58,7 +58,7 @@ def prepare_environment(
             problems.append(f"odc.interface: {interface} is no network interface of this machine; there are {', '.join(present)}")
     if library == "nvshmem":
         wanted["NVSHMEM_DISABLE_NVLS"] = "1"  # multicast is for its collectives, which nobody calls, and not every machine allows it
-        wanted["NVSHMEM_DISABLE_NCCL"] = "1"  # likewise, and a communicator of its own takes 1.6 GiB of every GPU (measured on H200)
+        wanted["NVSHMEM_DISABLE_NCCL"] = "1"  # likewise, and a communicator of its own takes 1.7 GiB of every GPU (measured on H200)
     if library == "nvshmem" and machines > 1:
         wanted["NVSHMEM_IB_ENABLE_IBGDA"] = "1"  # else a thread of the host would post every request
     for name, value in wanted.items():

@@ -3,6 +3,7 @@ scripts/compile_kernels.sh."""
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +90,17 @@ def test_it_is_compiled_once_for_what_went_into_it(node: Node) -> None:
     node.build(Target("gfx942", "bnxt"))
     assert len(node.calls()) == 4
     assert not [path for path in (node.folder / "cache").iterdir() if path.suffix not in (".co", ".lock")]
+
+
+def test_a_process_that_never_ends_its_compilation_is_not_waited_for_for_ever(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = node.build(Target("gfx942", "mlx5"))
+    kept.unlink()
+    monkeypatch.setattr(code_object, "_LOCK_TIMEOUT_S", 0.3)
+    with open(kept.with_suffix(".lock"), "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OdcError, match=r"another process has held .*\.lock for 0\.3 s"):
+            node.build(Target("gfx942", "mlx5"))
+    assert node.build(Target("gfx942", "mlx5")) == kept
 
 
 def test_an_error_of_the_compiler_is_shown_and_nothing_is_kept(node: Node) -> None:
