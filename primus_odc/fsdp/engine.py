@@ -26,26 +26,25 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from primus_odc.config import OdcConfig, parse_options
-from primus_odc.errors import ProtocolError, UnsupportedModelError
+from primus_odc.errors import ProtocolError
 from primus_odc.fsdp.assembly import assemble
 from primus_odc.fsdp.binding import give_back, restore_collectives, take_over
-from primus_odc.fsdp.choices import choose, describe, require_agreement, resolve_transport
+from primus_odc.fsdp.choices import describe
 from primus_odc.fsdp.edits import EditCheck
 from primus_odc.fsdp.forwards import ForwardHooks
 from primus_odc.fsdp.gather import Into, OnDemandAllGather
 from primus_odc.fsdp.gradients import GradientStore
-from primus_odc.fsdp.mesh import Mesh, find_mesh
 from primus_odc.fsdp.microbatches import MicrobatchTracker
 from primus_odc.fsdp.norm import NormCheck, clip, global_norm
 from primus_odc.fsdp.own import OwnSlices
-from primus_odc.fsdp.probe import Unit, find_units, reshard
+from primus_odc.fsdp.preparation import prepare
+from primus_odc.fsdp.probe import reshard
 from primus_odc.fsdp.reduce import ScatterAccumulate, Zeros
 from primus_odc.fsdp.verify import ReferenceCheck
 from primus_odc.primitives.contribution import Contribution
 from primus_odc.primitives.driver import ProgressThread, deliver_complete, push, push_kept, run
 from primus_odc.primitives.plane import Fill
 from primus_odc.primitives.protocol import State
-from primus_odc.versions import require_fsdp2
 
 logger = logging.getLogger("primus_odc")
 
@@ -77,24 +76,9 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, config: OdcConfig) -> None:
-        require_fsdp2()
-        if not isinstance(model, FSDPModule):
-            raise UnsupportedModelError(
-                f"attach() needs the root FSDP2 module, not {type(model).__name__}: call fully_shard on the whole model last, then attach "
-                "that (a wrapper made around it, as by torch.compile(), is for your calls only)"
-            )
-        self._model: nn.Module = model
-        self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        if not _ATTACHED.isdisjoint(self._modules):
-            raise ProtocolError("this model, a part of it or one that it is part of has an engine already: detach() that first")
-        reshard(self._modules, ())  # an evaluation may have left modules unsharded
-        self._mesh: Mesh = find_mesh(model)
-        self._device: torch.device = next(model.parameters()).device
-        transport = resolve_transport(config, self._device.type, len(set(self._mesh.machines)))
+        self._modules, self._mesh, self._device, self._units, self.choices = prepare(model, config, _ATTACHED)
+        self._progress: ProgressThread | None = None
         try:
-            self._units: list[Unit] = find_units(model, self._mesh.shards)
-            self.choices = choose(config, transport, [u.spec for u in self._units], self._mesh, self._device)
-            require_agreement(config, self.choices, self._mesh, [u.spec for u in self._units])
             parts = assemble(
                 config,
                 self.choices,
@@ -107,12 +91,32 @@ class Engine:
                 direct=lambda g: self._gradients.direct(g) if self._reference is None else None,
             )
         except BaseException:
-            restore_collectives(self._modules)  # find_units leaves recorders behind
+            restore_collectives(self._modules)
             raise
-        specs = [u.spec for u in self._units]
         self._heap, self._plane, self._protocol, self.memory = parts.heap, parts.plane, parts.protocol, parts.memory
+        self._handles: list[Any] = []
+        self._reducers: list[ScatterAccumulate] = []
+        self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
+        try:
+            with self._guard("attach"):
+                self._build(model, config)
+        except BaseException:
+            self._let_go()
+            restore_collectives(self._modules)
+            self._heap.close(goodbye=False)
+            raise
+        take_over(self._modules, self._units, lambda g: self._gathers[g], lambda g: self._reducers[g], **self._how)
+        _ATTACHED.update(self._modules)
+        if self._mesh.rank == 0:
+            logger.info(describe(self.choices, self._mesh, self._units, self.memory))
+        self.publish()
+
+    def _build(self, model: nn.Module, config: OdcConfig) -> None:
+        """What this rank alone needs, on what it shares."""
+        specs = [u.spec for u in self._units]
         zeros = Zeros(specs, self._device, partial=self._mesh.replicate_group is not None)
         self._gradients = GradientStore(self._units, zeros.hold)
+        self._handles += self._gradients.handles
         self._reference = ReferenceCheck(self._mesh, specs, self._device) if config.verify == "reference" else None
         self._progress = ProgressThread(self._heap, self._protocol, self._plane.lanes) if self.choices.accumulate == "owner" else None
         self._edits = EditCheck(self._mesh.names[self._mesh.rank], [s.name for s in specs], self._plane.lanes, self._device)
@@ -120,20 +124,21 @@ class Engine:
         # What verifies looks at sums on the host, or in collectives: not in the middle of backward.
         self._delivers_early = self._progress is not None and config.verify == "off"
         self._reducers = [ScatterAccumulate(self, g, unit, zeros) for g, unit in enumerate(self._units)]
-        self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
         self._gathers = [OnDemandAllGather(self, g, spec) for g, spec in enumerate(specs)]
-        take_over(self._modules, self._units, lambda g: self._gathers[g], lambda g: self._reducers[g], **self._how)
+        self._norms = 0
+        self._norm_check = NormCheck(self._mesh, self._plane.lanes, self._device)
         self._tracker = MicrobatchTracker(model, self._units, self._declare, self._guard)
         hooks = ForwardHooks(model, lambda: self._protocol.state is State.ACTIVE, self._reshard, self._edits.renew)
         saved = model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self._slices.forget())  # in a minibatch too
-        self._handles = [*self._gradients.handles, *self._tracker.handles, *hooks.handles, saved]
-        self._norms = 0
-        self._norm_check = NormCheck(self._mesh, self._plane.lanes, self._device)
+        self._handles += [*self._tracker.handles, *hooks.handles, saved]
         self._stats: dict[str, Any] = self.totals()
-        _ATTACHED.update(self._modules)
-        if self._mesh.rank == 0:
-            logger.info(describe(self.choices, self._mesh, self._units, self.memory))
-        self.publish()
+
+    def _let_go(self) -> None:
+        """End the progress thread and take all hooks off the model."""
+        if self._progress is not None:
+            self._progress.stop()
+        for handle in [*self._handles, *(h for r in self._reducers for h in r.handles)]:
+            handle.remove()
 
     # What a training loop calls ------------------------------------------------------------------------------------------------------
 
@@ -217,7 +222,9 @@ class Engine:
             self._edits.require_none()
             self._norm_check.require_same()
             if self._reference is not None:
-                self._compare_shards()
+                read = lambda g, into: run(self._heap, self._protocol.gather(g, into, own=True))  # noqa: E731
+                with self._plane.lanes.gathering():
+                    self._reference.publication(read, self._plane.own_shard, self._protocol.epoch)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
@@ -304,14 +311,13 @@ class Engine:
             self.settle()
         with self._guard("detach of all groups"):
             run(self._heap, self._protocol.close())
-            if self._progress is not None:
-                self._progress.stop()
+            self._let_go()
             self._reshard()
             give_back(self._modules, **self._how)
-            for handle in [*self._handles, *(h for r in self._reducers for h in r.handles)]:
-                handle.remove()
-        self._heap.close()
-        _ATTACHED.difference_update(self._modules)
+        try:
+            self._heap.close()
+        finally:
+            _ATTACHED.difference_update(self._modules)
 
     # What the hooks call -------------------------------------------------------------------------------------------------------------
 
@@ -371,17 +377,6 @@ class Engine:
         # What FSDP2 frees and records belongs into the stream in which the model computes.
         with self._plane.lanes.on(self._caller, after_current=False):
             self._reshard()
-
-    def _compare_shards(self) -> None:
-        assert self._reference is not None
-        for g, unit in enumerate(self._units):
-            if unit.spec.shards == 1:
-                continue
-            rows = torch.empty(unit.spec.shards, unit.spec.shard_nbytes, dtype=torch.uint8, device=self._device)
-            into = lambda owner, rows=rows, n=unit.spec.shard_nbytes: [(0, n, rows[owner % self._mesh.shards])]  # noqa: E731
-            with self._plane.lanes.gathering():
-                run(self._heap, self._protocol.gather(g, into, own=True))
-            self._reference.shards(g, self._plane.own_shard(g), rows, self._protocol.epoch)
 
     def _require_active(self, operation: str) -> None:
         if self._protocol.state is not State.ACTIVE:

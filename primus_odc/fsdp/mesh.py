@@ -6,6 +6,8 @@ inside the mesh dimension's process group, which is what FSDP2 itself uses; it d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from primus_odc.errors import UnsupportedModelError
+from primus_odc.errors import PeerError, UnsupportedModelError
 from primus_odc.symmetric.bootstrap import host_id
 
 
@@ -69,6 +71,22 @@ class Mesh:
     def exchange(self, value: Any) -> list[Any]:
         """All-gather one picklable object over all ranks of the mesh, in heap-rank order (collective)."""
         return exchange(value, self.shard_group, self.replicate_group)
+
+    @contextmanager
+    def together(self, operation: str) -> Iterator[None]:
+        """What is done inside calls no collective and may fail on some ranks only (collective at its end).
+
+        Raises:
+            PeerError: it did so on another rank; its text names that and the reason.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.exchange(str(error) or type(error).__name__)
+            raise
+        failed = [f"{name}: {text}" for name, text in zip(self.names, self.exchange(None), strict=True) if text is not None]
+        if failed:
+            raise PeerError(f"{self.names[self.rank]}: {operation} failed elsewhere: {'; '.join(failed)}")
 
 
 def exchange(value: Any, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup | None) -> list[Any]:

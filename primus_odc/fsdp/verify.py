@@ -6,12 +6,13 @@ costs a full collective pass and one more unsharded gradient buffer per rank; it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from primus_odc.errors import VerificationError
+from primus_odc.fsdp.gather import Into
 from primus_odc.fsdp.mesh import Mesh
 from primus_odc.fsdp.native import all_gather_single
 from primus_odc.primitives.contribution import Contribution, UnshardedSum
@@ -32,8 +33,16 @@ class ReferenceCheck:
     def add(self, group: int, contribution: Contribution) -> None:
         self._sums[group].add(contribution)
 
-    def shards(self, group: int, own: torch.Tensor, gathered: torch.Tensor, epoch: int) -> None:
-        """``gathered``: ``[shards, bytes]`` read on demand; ``own``: what this rank published."""
+    def publication(self, read: Callable[[int, Into], None], own_shard: Callable[[int], torch.Tensor], epoch: int) -> None:
+        """Compare all groups' shards, as ``read(group, into)`` reads them on demand, with the all-gather of ``own_shard(group)``."""
+        for g, spec in enumerate(self._groups):
+            if spec.shards > 1:
+                own = own_shard(g)
+                gathered = own.new_empty(spec.shards, spec.shard_nbytes)
+                read(g, lambda owner, rows=gathered, n=spec.shard_nbytes: [(0, n, rows[owner % self._mesh.shards])])  # type: ignore[misc]
+                self._compare(g, own, gathered, epoch)
+
+    def _compare(self, group: int, own: torch.Tensor, gathered: torch.Tensor, epoch: int) -> None:
         reference = torch.empty_like(gathered)
         all_gather_single(reference.view(-1), own.contiguous(), group=self._mesh.shard_group)
         wrong = [self._mesh.names[self._mesh.peers[j]] for j in range(gathered.shape[0]) if not torch.equal(reference[j], gathered[j])]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
+from primus_odc.errors import PeerTimeoutError
 from primus_odc.primitives.contribution import Contribution, split_pieces
 from primus_odc.primitives.effects import Do, Effect, Send, Wait
 from primus_odc.primitives.lanes import Lanes
@@ -124,8 +125,17 @@ class ProgressThread:
             raise self._error
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread.
+
+        Raises:
+            PeerTimeoutError: it did not end in ``odc.timeout_s``.
+        """
         self._finalizer()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            me, limit_s = self._heap.names[self._heap.rank], self._heap.timeout_s
+            raise PeerTimeoutError(
+                f"{me}: the thread that adds arrivals did not end in {limit_s:g} s; raise odc.timeout_s if it may take that long"
+            )
 
 
 def _serve(reference: weakref.ref[ProgressThread], lanes: Lanes, stopping: threading.Event) -> None:

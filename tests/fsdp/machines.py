@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from primus_odc.config import OdcConfig
-from primus_odc.fsdp import assembly, engine
+from primus_odc.fsdp import assembly, preparation
 from primus_odc.fsdp.choices import Choices, Transport
 from primus_odc.fsdp.mesh import Mesh
 from primus_odc.primitives.topology import Topology
@@ -49,4 +49,4 @@ def engines_on_machines(folder: Path, world_size: int, *, hides: bool = False) -
         return "host"  # which would refuse two machines
 
     assembly.span = span
-    engine.resolve_transport = on_the_host
+    preparation.resolve_transport = on_the_host

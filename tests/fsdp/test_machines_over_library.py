@@ -36,7 +36,7 @@ def _on_machines(rank: int, world_size: int, folder: str, relays: bool) -> dict[
 
     with pytest.MonkeyPatch.context() as patch:
         play_library(patch, rank, Path(folder), made)
-        patch.setattr("primus_odc.fsdp.engine.resolve_transport", lambda config, device_type, machines: {2: "nvshmem"}[machines])
+        patch.setattr("primus_odc.fsdp.preparation.resolve_transport", lambda config, device_type, machines: {2: "nvshmem"}[machines])
         patch.setattr(memory, "prepare_environment", lambda name, **given: told.append((given["machines"], given["interface"])))
         patch.setattr(memory, "needs_relay", needs_relay)
         patch.setattr(memory, "flush_writes", lambda device: flushed.append(device))

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from primus_odc.errors import PeerTimeoutError
 from primus_odc.primitives.driver import ProgressThread, run
 from primus_odc.primitives.effects import Do, Send, Store, Wait
 from primus_odc.primitives.lanes import Lanes
@@ -20,6 +23,7 @@ class RecordingHeap:
     """Notes what a heap would be asked to do."""
 
     rank, world_size, timeout_s, device = 0, 2, 5.0, torch.device("cpu")
+    names = ("rank 0", "rank 1")
     sending = staticmethod(nullcontext)
 
     def __init__(self) -> None:
@@ -85,6 +89,23 @@ def test_an_error_of_the_progress_thread_aborts_the_heap_and_is_raised_by_check(
     assert heap.log == [("abort", "cannot serve 1")]
     with pytest.raises(ArithmeticError, match="cannot serve 1"):
         progress.check()
+
+
+def test_a_progress_thread_that_does_not_end_is_told() -> None:
+    heap, released = RecordingHeap(), threading.Event()
+    heap.timeout_s = 0.2
+
+    class Stuck(FailingProtocol):
+        def serve(self, read: Any, source: int) -> Any:
+            released.wait(30)
+            return iter(())
+
+    progress = ProgressThread(heap, Stuck(), Lanes(torch.device("cpu"), 2, True))  # type: ignore[arg-type]
+    time.sleep(0.1)
+    with pytest.raises(PeerTimeoutError, match=r"rank 0: the thread that adds arrivals did not end in 0\.2 s"):
+        progress.stop()
+    released.set()
+    progress._thread.join(10)
 
 
 EXIT_IN_THE_MIDDLE = """

@@ -70,4 +70,4 @@ def play_library(patch: pytest.MonkeyPatch, rank: int, folder: Path, made: list[
     )
     without_gpu(patch)
     patch.setattr(memory, "load_extension", lambda name: module)
-    patch.setattr("primus_odc.fsdp.engine.resolve_transport", lambda config, device_type, machines: "nvshmem")
+    patch.setattr("primus_odc.fsdp.preparation.resolve_transport", lambda config, device_type, machines: "nvshmem")
