@@ -11,7 +11,7 @@ release, so a run can be resumed, and ranks agree, across them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -55,21 +55,11 @@ class MinibatchStream:
         """Samples given out since the beginning of training."""
         return self._consumed
 
-    @property
-    def epoch(self) -> int:
-        """How many times every sample has been given out."""
-        return self._consumed // self._num_samples
-
     def next(self) -> IndexArray:
         """The dataset indices of the next minibatch, int64 of shape [global_batch_size]."""
         indices = self.minibatch_after(self._consumed)
         self._consumed += self._batch
         return indices
-
-    __next__ = next
-
-    def __iter__(self) -> Iterator[IndexArray]:
-        return self
 
     def minibatch_after(self, consumed_samples: int) -> IndexArray:
         """The minibatch after ``consumed_samples`` samples; the stream does not move, so another thread may look ahead."""

@@ -28,9 +28,6 @@ ATTENTION_TOKENS = 32000
 QWEN_1_5B_FIT = (1.982122, 2.611821)
 """(a, b) of DeepSeek-R1-Distill-Qwen-1.5B, as published by the authors of ODC."""
 
-QWEN_7B_FIT = (4.348357, 8.768377)
-"""(a, b) of DeepSeek-R1-Distill-Qwen-7B, as published by the authors of ODC."""
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CostModel:
