@@ -10,11 +10,13 @@ accumulator of the protocol; padding inside it is zero.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from primus_odc.errors import ProtocolError, UnsupportedModelError
@@ -46,7 +48,8 @@ class GradientStore:
         self._groups = [self.flat[u.spec.grad_dtype][start : start + u.spec.grad_numel] for u, start in zip(units, starts, strict=True)]
         self._grads: list[dict[int, DTensor]] = [self._views(u, flat) for u, flat in zip(units, self._groups, strict=True)]
         self._sharded: list[dict[int, DTensor]] = [{} for _ in units]
-        self.handles: list[RemovableHandle] = []
+        self._inside = False
+        self.handles: list[RemovableHandle] = [self._before_steps()]
         self._hook_ids: set[int] = set()
         for u, grads in zip(units, self._grads, strict=True):
             for i in grads:
@@ -55,6 +58,28 @@ class GradientStore:
     def _watch(self, parameter: DTensor) -> None:
         self.handles.append(parameter.register_post_accumulate_grad_hook(self._discard(self._is_zeros)))
         self._hook_ids.add(self.handles[-1].id)
+
+    def _before_steps(self) -> RemovableHandle:
+        # torch calls this before a step of any optimizer and keeps it, so it must not keep the store.
+        mine = weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            if (store := mine()) is not None:
+                store._require_no_step_of(optimizer)
+
+        handle = register_optimizer_step_pre_hook(before)
+        weakref.finalize(self, handle.remove).atexit = False
+        return handle
+
+    def _require_no_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._inside:
+            return
+        names = {id(p): self._units[g].spec.params[i].name for g, kept in enumerate(self._sharded) for i, p in kept.items()}
+        for name in (names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names):
+            raise ProtocolError(
+                f"{type(optimizer).__name__}.step() inside a minibatch: .grad of its parameters ({name}, ...) is there after settle() only, so "
+                "it would step without this minibatch, and zero_grad() then drops the sum. Call settle() between the last backward and step()"
+            )
 
     @staticmethod
     def _views(unit: Unit, flat: torch.Tensor) -> dict[int, DTensor]:
@@ -81,7 +106,8 @@ class GradientStore:
         return discard
 
     def adopt(self) -> None:
-        """Take over gradients the user assigned: copy them into the buffers, so that the minibatch adds to them.
+        """Take over gradients the user assigned: copy them into the buffers, so that the minibatch adds to them. From here to
+        :meth:`hand_over` a step of an optimizer with these parameters is refused.
 
         Raises:
             ProtocolError: a parameter was frozen or unfrozen since attach, or a gradient is not sharded as its parameter.
@@ -105,6 +131,7 @@ class GradientStore:
                         )
                     grad.to_local().copy_(parameter.grad.to_local())
                     parameter.grad = grad
+        self._inside = True
 
     def require_unassigned(self, *groups: int) -> None:
         """Refuse ``.grad`` that the user assigned to parameters of ``groups`` since :meth:`adopt`: settle would put the minibatch's sum in
@@ -158,6 +185,7 @@ class GradientStore:
         for kept, grads in zip(self._sharded, self._grads, strict=True):
             for i, parameter in kept.items():
                 parameter.grad = grads[i]
+        self._inside = False
 
     def _filled(self, group: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
         spec = self._units[group].spec
