@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from primus_odc.errors import ProtocolError, UnsupportedModelError
 from primus_odc.fsdp.probe import Unit
 from primus_odc.primitives.contribution import NARROW
+from primus_odc.primitives.publisher import require_dtypes
 from primus_odc.primitives.spec import cast_nbytes
 
 _ROW = 4096
@@ -48,6 +49,7 @@ class GradientStore:
         self._groups = [self.flat[u.spec.grad_dtype][start : start + u.spec.grad_numel] for u, start in zip(units, starts, strict=True)]
         self._grads: list[dict[int, DTensor]] = [self._views(u, flat) for u, flat in zip(units, self._groups, strict=True)]
         self._sharded: list[dict[int, DTensor]] = [{} for _ in units]
+        self._dtypes = [slot.sharded().dtype for u in units for slot in u.slots]
         self._inside = False
         self.handles: list[RemovableHandle] = [self._before_steps()]
         self._hook_ids: set[int] = set()
@@ -77,8 +79,8 @@ class GradientStore:
         names = {id(p): self._units[g].spec.params[i].name for g, kept in enumerate(self._sharded) for i, p in kept.items()}
         for name in (names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names):
             raise ProtocolError(
-                f"{type(optimizer).__name__}.step() inside a minibatch: .grad of its parameters ({name}, ...) is there after settle() only, so "
-                "it would step without this minibatch, and zero_grad() then drops the sum. Call settle() between the last backward and step()"
+                f"{type(optimizer).__name__}.step() inside a minibatch: .grad of its parameters ({name}, ...) is there after settle() only. "
+                "The step would leave this minibatch out, and zero_grad() then drop its sum: call settle() between backward and step()"
             )
 
     @staticmethod
@@ -110,12 +112,13 @@ class GradientStore:
         :meth:`hand_over` a step of an optimizer with these parameters is refused.
 
         Raises:
-            ProtocolError: a parameter was frozen or unfrozen since attach, or a gradient is not sharded as its parameter.
+            ProtocolError: a parameter was cast, frozen or unfrozen since attach, or a gradient is not sharded as its parameter.
             UnsupportedModelError: a hook waits for a parameter's gradient in backward, where on demand there is none yet.
         """
         slots = [(p, u.slots[i].sharded()) for u in self._units for i, p in enumerate(u.spec.params)]
         if changed := [p.name for p, now in slots if now.requires_grad != p.trainable]:
             raise ProtocolError(f"requires_grad changed after attach() for {changed}: detach() and attach() again")
+        require_dtypes((p.name, before, now.dtype) for (p, now), before in zip(slots, self._dtypes, strict=True))
         for u, grads, kept in zip(self._units, self._grads, self._sharded, strict=True):
             for i, grad in grads.items():
                 kept[i] = parameter = u.slots[i].sharded()
