@@ -79,7 +79,7 @@ class GradientStore:
         names = {id(p): self._units[g].spec.params[i].name for g, kept in enumerate(self._sharded) for i, p in kept.items()}
         for name in (names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names):
             raise ProtocolError(
-                f"{type(optimizer).__name__}.step() inside a minibatch: .grad of its parameters ({name}, ...) is there after settle() only. "
+                f"{type(optimizer).__name__}.step() inside a minibatch: .grad of its parameters ({name}, ...) is there after settle(). "
                 "The step would leave this minibatch out, and zero_grad() then drop its sum: call settle() between backward and step()"
             )
 
