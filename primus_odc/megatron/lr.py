@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from typing import TYPE_CHECKING, Any
 
 from primus_odc._config_values import describe
 from primus_odc.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 _DECAY_STYLES = ("linear", "cosine", "constant", "inverse-square-root", "WSD")
 _WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -32,6 +33,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, params: Mapping[str, Any])
     Raises:
         ConfigError: missing or contradictory keys.
     """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # torch; checking the keys needs neither
+
     return OptimizerParamScheduler(optimizer, **schedule(params))
 
 

@@ -17,10 +17,12 @@ from primus_odc.config import Arm, OdcConfig, ParsedComm, parse_odc
 from primus_odc.data.build import check_data
 from primus_odc.errors import ConfigError
 from primus_odc.experiment import Experiment
+from primus_odc.megatron.lr import schedule
 from primus_odc.megatron.train_config import TrainConfig, parse_train
 from primus_odc.megatron.train_keys import check_keys
 from primus_odc.planning import CostModel, Policy
 from primus_odc.planning.simulate import ARM_POLICY
+from primus_odc.versions import require_standalone
 
 
 def policy_of(arm: Arm) -> Policy:
@@ -57,7 +59,7 @@ class RunOptions:
         problems, comm, train = check_all_but_model(experiment, params)
         gpt_config = importlib.import_module("primus_odc.megatron.gpt_config").gpt_config
         described = problems.of(lambda: gpt_config(params, vocab_size=1))
-        problems.of(lambda: importlib.import_module("primus_odc.megatron.lr").schedule(params))
+        problems.of(lambda: schedule(params))
         problems.of(lambda: _require_devices(params.get("distributed_backend", "nccl")))
         if described is not None and comm is not None:
             problems.of(lambda: _require_positions(described, comm, params))
@@ -83,7 +85,10 @@ def require_checked(experiment: Experiment, params: dict[str, Any]) -> None:
     Raises:
         ConfigError: as :meth:`RunOptions.of`.
     """
-    if check_all_but_model(experiment, params)[0].found:
+    problems = check_all_but_model(experiment, params)[0]
+    problems.of(lambda: schedule(params))
+    if problems.found:
+        require_standalone()  # and no warning of megatron-core's import above what is told
         RunOptions.of(experiment, params)
 
 

@@ -166,6 +166,7 @@ def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
         (["--distributed_backend", "nccl"], "gloo"),
         (["odc.timeout=3"], "timeout_s"),
         (["--sft_dataset_name", "absent.jsonl"], "no such path"),
+        (["--lr_warmup_iters", "3", "--lr_decay_iters", "3"], "warm-up of 3 steps"),
         # The model's keys are told along.
         (["--lr", "-1", "--num_layers", "0", "--train_itres", "3"], "(?s)3 problems.*train_itres .*num_layers: .*lr is"),
     ],
@@ -173,6 +174,14 @@ def test_what_a_rank_refuses_is_told(tmp_path: Path) -> None:
 def test_wrong_keys_are_refused_before_any_process(overrides: Sequence[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         run_comparison(SMOKE, overrides=overrides, arms=ARMS, steps=1, nproc=2, command="", before_start=never)
+
+
+def test_what_is_wrong_is_all_that_is_said() -> None:
+    """megatron-core warns of whatever is not installed when it is imported, a screenful above the message."""
+    words = ["-c", "import sys; from primus_odc.cli import main; sys.exit(main())", "compare", str(SMOKE), "--train_itres", "3"]
+    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[0].startswith("primus-odc: error:") and "Warning" not in ended.stderr, ended.stderr
 
 
 def never() -> None:
