@@ -10,16 +10,19 @@ accumulator of the protocol; padding inside it is zero.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from primus_odc.errors import ProtocolError, UnsupportedModelError
 from primus_odc.fsdp.probe import Unit
 from primus_odc.primitives.contribution import NARROW
+from primus_odc.primitives.publisher import require_dtypes
 from primus_odc.primitives.spec import cast_nbytes
 
 _ROW = 4096
@@ -46,7 +49,9 @@ class GradientStore:
         self._groups = [self.flat[u.spec.grad_dtype][start : start + u.spec.grad_numel] for u, start in zip(units, starts, strict=True)]
         self._grads: list[dict[int, DTensor]] = [self._views(u, flat) for u, flat in zip(units, self._groups, strict=True)]
         self._sharded: list[dict[int, DTensor]] = [{} for _ in units]
-        self.handles: list[RemovableHandle] = []
+        self._dtypes = [slot.sharded().dtype for u in units for slot in u.slots]
+        self._inside = False
+        self.handles: list[RemovableHandle] = [self._before_steps()]
         self._hook_ids: set[int] = set()
         for u, grads in zip(units, self._grads, strict=True):
             for i in grads:
@@ -55,6 +60,28 @@ class GradientStore:
     def _watch(self, parameter: DTensor) -> None:
         self.handles.append(parameter.register_post_accumulate_grad_hook(self._discard(self._is_zeros)))
         self._hook_ids.add(self.handles[-1].id)
+
+    def _before_steps(self) -> RemovableHandle:
+        # torch calls this before a step of any optimizer and keeps it, so it must not keep the store.
+        mine = weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            if (store := mine()) is not None:
+                store._require_no_step_of(optimizer)
+
+        handle = register_optimizer_step_pre_hook(before)
+        weakref.finalize(self, handle.remove).atexit = False
+        return handle
+
+    def _require_no_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._inside:
+            return
+        names = {id(p): self._units[g].spec.params[i].name for g, kept in enumerate(self._sharded) for i, p in kept.items()}
+        for name in (names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names):
+            raise ProtocolError(
+                f"{type(optimizer).__name__}.step() inside a minibatch: .grad of its parameters ({name}, ...) is there after settle(). "
+                "The step would leave this minibatch out, and zero_grad() then drop its sum: call settle() between backward and step()"
+            )
 
     @staticmethod
     def _views(unit: Unit, flat: torch.Tensor) -> dict[int, DTensor]:
@@ -81,15 +108,17 @@ class GradientStore:
         return discard
 
     def adopt(self) -> None:
-        """Take over gradients the user assigned: copy them into the buffers, so that the minibatch adds to them.
+        """Take over gradients the user assigned: copy them into the buffers, so that the minibatch adds to them. From here to
+        :meth:`hand_over` a step of an optimizer with these parameters is refused.
 
         Raises:
-            ProtocolError: a parameter was frozen or unfrozen since attach, or a gradient is not sharded as its parameter.
+            ProtocolError: a parameter was cast, frozen or unfrozen since attach, or a gradient is not sharded as its parameter.
             UnsupportedModelError: a hook waits for a parameter's gradient in backward, where on demand there is none yet.
         """
         slots = [(p, u.slots[i].sharded()) for u in self._units for i, p in enumerate(u.spec.params)]
         if changed := [p.name for p, now in slots if now.requires_grad != p.trainable]:
             raise ProtocolError(f"requires_grad changed after attach() for {changed}: detach() and attach() again")
+        require_dtypes((p.name, before, now.dtype) for (p, now), before in zip(slots, self._dtypes, strict=True))
         for u, grads, kept in zip(self._units, self._grads, self._sharded, strict=True):
             for i, grad in grads.items():
                 kept[i] = parameter = u.slots[i].sharded()
@@ -105,6 +134,7 @@ class GradientStore:
                         )
                     grad.to_local().copy_(parameter.grad.to_local())
                     parameter.grad = grad
+        self._inside = True
 
     def require_unassigned(self, *groups: int) -> None:
         """Refuse ``.grad`` that the user assigned to parameters of ``groups`` since :meth:`adopt`: settle would put the minibatch's sum in
@@ -158,6 +188,7 @@ class GradientStore:
         for kept, grads in zip(self._sharded, self._grads, strict=True):
             for i, parameter in kept.items():
                 parameter.grad = grads[i]
+        self._inside = False
 
     def _filled(self, group: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
         spec = self._units[group].spec

@@ -23,6 +23,7 @@ from primus_odc.megatron.train_config import TrainConfig, parse_train
 from primus_odc.megatron.train_keys import check_keys
 from primus_odc.planning import CostModel, Policy
 from primus_odc.planning.simulate import ARM_POLICY
+from primus_odc.versions import require_standalone
 
 Further = Callable[[Problems, ParsedComm | None, TrainConfig | None], None]
 """Adds to the problems; communication and run are None where something is wrong with them."""
@@ -110,6 +111,7 @@ def require_checked(experiment: Experiment, params: dict[str, Any]) -> None:
     problems, comm, train = check_all_but_model(experiment, params)
     enough(problems, comm, train)
     if problems.found:
+        require_standalone()  # and no warning of megatron-core's import above what is told
         RunOptions.of(experiment, params, enough)
         problems.raise_any()
 

@@ -6,7 +6,7 @@ work at the start of the next one. Destinations are cut once; the shards are loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -16,6 +16,19 @@ from primus_odc.primitives.spec import GroupSpec
 
 ReadShard = Callable[[int, int], torch.Tensor]
 """(group, parameter) -> this rank's local shard, any shape, the parameter's own dtype."""
+
+
+def require_dtypes(parameters: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
+    """Refuse ``parameters`` (name, dtype at attach, dtype now) that were cast since.
+
+    Raises:
+        ProtocolError: naming the first, and how many.
+    """
+    if changed := [f"{name} ({before} is {now})" for name, before, now in parameters if before != now]:
+        raise ProtocolError(
+            f"the dtype of {counted(len(changed), 'parameter')} changed after attach(), of {changed[0]} first: FSDP2 has made its "
+            "buffers for the old one; convert the model before fully_shard(), or load weights of the model's own dtype"
+        )
 
 
 class Publisher:
@@ -41,15 +54,10 @@ class Publisher:
         dtypes = {g: [shard.dtype for shard in shards] for g, shards in self._found.items()}
         self._dtypes = self._dtypes or dtypes
         if dtypes != self._dtypes:
-            changed = [
-                f"{p.name} ({before} is {now})"
+            require_dtypes(
+                (p.name, before, now)
                 for g, found in dtypes.items()
                 for p, before, now in zip(self._groups[g].params, self._dtypes[g], found, strict=True)
-                if before != now
-            ]
-            raise ProtocolError(
-                f"the dtype of {counted(len(changed), 'parameter')} changed after attach(), of {changed[0]} first: FSDP2 has made its "
-                "buffers for the old one; convert the model before fully_shard(), or load weights of the model's own dtype"
             )
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import primus_odc
 from primus_odc.errors import OdcError, UnsupportedModelError
+from primus_odc.fsdp.engine import Engine
 from tests.fsdp.checks import Check, failures, relative_error, run_checks
 from tests.fsdp.models import Tiny, full, loss_of, microbatch, shard, tiny_model
 from tests.workers import run_workers
@@ -96,21 +97,30 @@ def a_wrapper_around_the_model() -> None:
         primus_odc.attach(wrapper)
 
 
-def _another_dtype(change: Callable[[Tiny], object]) -> None:
+def _another_dtype(change: Callable[[Tiny], object], call: Callable[[Engine], object]) -> None:
     model = shard(tiny_model())
     engine = primus_odc.attach(model)
     dist.barrier()  # an error on one rank must not end another's attach()
     change(model)
     with pytest.raises(OdcError, match=r"the dtype of 22 parameters changed after attach\(\), of \S+ \(torch.float32 is torch.bfloat16\)"):
-        engine.publish()
+        call(engine)
 
 
 def another_dtype_by_conversion() -> None:
-    _another_dtype(lambda model: model.to(torch.bfloat16))
+    _another_dtype(lambda model: model.to(torch.bfloat16), Engine.publish)
+
+
+def another_dtype_before_the_first_minibatch() -> None:
+    _another_dtype(lambda model: model.to(torch.bfloat16), Engine.begin_minibatch)
 
 
 def another_dtype_by_loading() -> None:
-    _another_dtype(lambda model: model.load_state_dict(shard(tiny_model(1).bfloat16()).state_dict(), assign=True))
+    for call in (Engine.publish, Engine.begin_minibatch):
+        _another_dtype(_load_another_dtype, call)
+
+
+def _load_another_dtype(model: Tiny) -> None:
+    model.load_state_dict(shard(tiny_model(1).bfloat16()).state_dict(), assign=True)
 
 
 class _Twice(Tiny):
@@ -141,6 +151,7 @@ CHECKS: dict[str, Check] = {
         an_all_gather_extension_of_the_model,
         a_wrapper_around_the_model,
         another_dtype_by_conversion,
+        another_dtype_before_the_first_minibatch,
         another_dtype_by_loading,
         reentrant_recomputation_of_a_unit_called_twice,
     )

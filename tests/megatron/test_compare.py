@@ -183,6 +183,14 @@ def test_wrong_keys_are_refused_before_any_process(overrides: Sequence[str], tol
         run_job(SMOKE, overrides=overrides, **ONE, before_start=never)
 
 
+def test_what_is_wrong_is_all_that_is_said() -> None:
+    """megatron-core warns of whatever is not installed when it is imported, a screenful above the message."""
+    words = ["-c", "import sys; from primus_odc.cli import main; sys.exit(main())", "compare", str(SMOKE), "--train_itres", "3"]
+    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[0].startswith("primus-odc: error:") and "Warning" not in ended.stderr, ended.stderr
+
+
 def never() -> None:
     raise AssertionError("ranks would be started")
 
