@@ -222,9 +222,7 @@ class Engine:
             self._edits.require_none()
             self._norm_check.require_same()
             if self._reference is not None:
-                read = lambda g, into: run(self._heap, self._protocol.gather(g, into, own=True))  # noqa: E731
-                with self._plane.lanes.gathering():
-                    self._reference.publication(read, self._plane.own_shard, self._protocol.epoch)
+                self._reference.publication(self._read_all, self._plane.own_shard, self._protocol.epoch)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
@@ -377,6 +375,11 @@ class Engine:
         # What FSDP2 frees and records belongs into the stream in which the model computes.
         with self._plane.lanes.on(self._caller, after_current=False):
             self._reshard()
+
+    def _read_all(self, group: int, into: Into) -> None:
+        # The copies are there for the current stream when the lane ends.
+        with self._plane.lanes.gathering():
+            run(self._heap, self._protocol.gather(group, into, own=True))
 
     def _require_active(self, operation: str) -> None:
         if self._protocol.state is not State.ACTIVE:

@@ -34,7 +34,8 @@ class ReferenceCheck:
         self._sums[group].add(contribution)
 
     def publication(self, read: Callable[[int, Into], None], own_shard: Callable[[int], torch.Tensor], epoch: int) -> None:
-        """Compare all groups' shards, as ``read(group, into)`` reads them on demand, with the all-gather of ``own_shard(group)``."""
+        """Compare all groups' shards, as ``read(group, into)`` reads them on demand in stream order, with the all-gather of
+        ``own_shard(group)``."""
         for g, spec in enumerate(self._groups):
             if spec.shards > 1:
                 own = own_shard(g)

@@ -61,11 +61,10 @@ def shard(model: Tiny, mesh: DeviceMesh | None = None, **kwargs: Any) -> Tiny:
 
 
 def microbatch(step: int, rank: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of one microbatch: the same in whatever process they are made. Targets are far from what the model says, or the
-    gradients of microbatches would cancel out, and fp32 itself be off by more than 1e-6."""
+    """Inputs and targets of one microbatch: the same in whatever process they are made."""
     g = torch.Generator().manual_seed(1000003 * step + 1009 * rank + index)
     n = 1 + (step + rank + index) % 4
-    return torch.randn(n, 5, generator=g), 2.0 + torch.randn(n, 3, generator=g)
+    return torch.randn(n, 5, generator=g), torch.randn(n, 3, generator=g)
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, total: int) -> torch.Tensor:
@@ -100,13 +99,16 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def worst_relative_error(model: nn.Module, reference: dict[str, torch.Tensor]) -> float:
+    """Largest L2 error of a parameter's gradient, relative to its norm, or to a tenth of the whole gradient's where that is larger: where
+    microbatches cancel out, fp32 itself is off by more than 1e-6 of what is left of them."""
+    whole = torch.stack([g.norm() for g in reference.values()]).norm()
     worst = 0.0
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         assert p.grad is not None, f"{name} has no gradient"
         error = (full(p.grad).cpu().double() - reference[name]).norm()
-        worst = max(worst, float(error / reference[name].norm().clamp_min(1e-30)))
+        worst = max(worst, float(error / torch.maximum(reference[name].norm(), whole / 10).clamp_min(1e-30)))
     return worst
 
 
