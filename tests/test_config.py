@@ -189,7 +189,7 @@ def test_in_tree_keys_at_their_preset_value_ask_for_nothing() -> None:
     assert parse_odc({**params, "comm_backend": "odc_pad"}).comm_backend == "odc_pad"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.dictionaries(
         st.sampled_from(["comm_backend", "odc", "enable_odc", "lr"]) | st.text(max_size=12),

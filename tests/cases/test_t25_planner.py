@@ -115,7 +115,7 @@ def minibatches(draw: st.DrawFn) -> tuple[list[int], int, int]:
     return lengths, draw(st.one_of(st.integers(1, 10), st.just(count))), cap
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(minibatches(), st.sampled_from(POLICIES), st.sampled_from(["linear", "attention", (300.0, 2.0)]))
 def test_any_minibatch(minibatch: tuple[list[int], int, int], policy: Policy, cost_model: str | tuple[float, float]) -> None:
     lengths, ranks, cap = minibatch

@@ -61,7 +61,7 @@ def test_the_fingerprint_tells_apart(tmp_path: Path) -> None:
     assert TokenDataset(make_cache(tmp_path / "elsewhere"), [0, 1, 2]).fingerprint == made[0].fingerprint
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=6), st.integers(1, 13))
 def test_tables_agree_with_the_samples(tmp_path_factory: pytest.TempPathFactory, masks: list[list[bool]], cap: int) -> None:
     samples = [make_sample(str(i), range(len(m)), [t for t, on in enumerate(m) if on and t]) for i, m in enumerate(masks)]

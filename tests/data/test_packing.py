@@ -39,7 +39,7 @@ def sample_lists(draw: st.DrawFn) -> list[Sample]:
     ]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(sample_lists())
 def test_every_target_is_a_label_of_its_own_sample_once(samples: list[Sample]) -> None:
     packed = pack_microbatch(samples)
@@ -49,7 +49,7 @@ def test_every_target_is_a_label_of_its_own_sample_once(samples: list[Sample]) -
     assert packed.loss_mask.sum() == sum(int(s.target_mask.sum()) for s in samples)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(sample_lists())
 def test_packing_together_is_packing_one_by_one(samples: list[Sample]) -> None:
     packed = pack_microbatch(samples)

@@ -88,7 +88,7 @@ def test_this_python_has_a_long_tail() -> None:
     assert lengths[len(lengths) * 99 // 100] > 10 * lengths[len(lengths) // 2]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.text(alphabet="ab \n@", max_size=40)
     | st.lists(st.sampled_from(["@d", "def f():", " x", "", "class C:", "y"]), max_size=9).map("\n".join)

@@ -32,7 +32,7 @@ def test_golden_order() -> None:
     assert stream.consumed_samples == 15
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 2**40), st.integers(1, 12))
 def test_every_sample_once_an_epoch(num_samples: int, batch: int, seed: int, steps: int) -> None:
     flat = np.concatenate(take(MinibatchStream(num_samples, batch, seed), steps))
@@ -60,7 +60,7 @@ def test_the_first_place_is_uniform() -> None:
     assert np.all(np.abs(counts - 1000) < 137)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 99), st.integers(0, 8), st.integers(0, 8))
 def test_resumed_twice_equals_straight(num_samples: int, batch: int, seed: int, first: int, second: int) -> None:
     straight = take(MinibatchStream(num_samples, batch, seed), first + second + 3)

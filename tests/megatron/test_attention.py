@@ -31,7 +31,7 @@ def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, l
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), value)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),

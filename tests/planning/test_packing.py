@@ -26,7 +26,7 @@ def fewest_bins(tokens: list[int]) -> int:
     return best[(1 << len(tokens)) - 1][0]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.integers(1, CAP), min_size=1, max_size=9))
 def test_fewest_microbatches(tokens: list[int]) -> None:
     exact = fewest_bins(tokens)
@@ -39,7 +39,7 @@ def test_fewest_microbatches(tokens: list[int]) -> None:
         assert max(part_loads(tokens, packed)) <= CAP
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, CAP), min_size=1, max_size=80), st.integers(1, 9))
 def test_any_number_of_samples_and_multiple(tokens: list[int], multiple: int) -> None:
     packed = pack(tokens, tokens, CAP, multiple=multiple)

@@ -32,7 +32,7 @@ def optimum(costs: list[int], k: int) -> int:
     return best
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(COSTS, st.integers(1, 50))
 def test_every_sample_once_and_never_worse_than_lpt(costs: list[int], k: int) -> None:
     parts = partition(costs, k)
@@ -44,7 +44,7 @@ def test_every_sample_once_and_never_worse_than_lpt(costs: list[int], k: int) ->
         assert sorted(itertools.chain(*split)) == list(range(len(costs)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=7), st.integers(2, 3))
 def test_near_the_optimum(costs: list[int], k: int) -> None:
     best = optimum(costs, k)
@@ -81,7 +81,7 @@ def test_sparse_differencing_equals_the_dense_one(k: int) -> None:
         assert max(loads) - min(loads) == dense_differencing(costs, k)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data())
 def test_refine_never_breaks_the_token_cap_or_gets_worse(data: st.DataObject) -> None:
     k = data.draw(st.integers(1, 6))
@@ -95,7 +95,7 @@ def test_refine_never_breaks_the_token_cap_or_gets_worse(data: st.DataObject) ->
     assert max(part_loads(costs, refined)) <= max(part_loads(costs, parts))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=20), st.integers(1, 5), st.integers(0, 60))
 def test_refine_counts_begun_microbatches(tokens: list[int], k: int, fixed: int) -> None:
     def slowest(parts: list[list[int]]) -> int:

@@ -36,7 +36,7 @@ def naive_lpt_rank_costs(lengths: list[int], world_size: int, model: CostModel) 
     return loads
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(LENGTHS, st.integers(1, 12), MODELS, st.sampled_from(POLICIES))
 def test_every_policy_keeps_the_cap_and_ends_with_the_costliest(lengths: list[int], ranks: int, model: CostModel, policy: Policy) -> None:
     plan = plan_minibatch(policy, lengths, ranks, CAP, model)
@@ -53,7 +53,7 @@ def test_every_policy_keeps_the_cap_and_ends_with_the_costliest(lengths: list[in
         assert len(set(plan.counts)) == 1
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(LENGTHS, st.integers(1, 12), MODELS)
 def test_lb_mini_is_never_slower_than_its_opponents(lengths: list[int], ranks: int, model: CostModel) -> None:
     slowest = plan_minibatch("lb_mini", lengths, ranks, CAP, model).rank_costs(model).max()
@@ -63,7 +63,7 @@ def test_lb_mini_is_never_slower_than_its_opponents(lengths: list[int], ranks: i
         assert slowest <= max(naive_lpt_rank_costs(lengths, ranks, model)) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 12), MODELS)
 def test_lb_micro_counts_and_lockstep(lengths: list[int], ranks: int, model: CostModel) -> None:
     plan = plan_minibatch("lb_micro", lengths, ranks, CAP, model)

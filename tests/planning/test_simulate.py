@@ -59,7 +59,7 @@ def lockstep_layers(costs: list[list[float]], layers: int) -> float:
     return now
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 6), st.integers(0, 50))
 def test_order_of_the_arms(lengths: list[int], ranks: int, fixed: int) -> None:
     model = replace(CostModel.from_config("attention"), fixed=fixed / 1e4)

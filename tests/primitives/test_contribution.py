@@ -18,7 +18,7 @@ def epochs(draw: st.DrawFn) -> tuple[GroupSpec, list[list[list[int]]], int]:
 
 
 @given(epochs(), st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_unsharded_sum_over_epochs(case: tuple[GroupSpec, list[list[list[int]]], int], dtype: torch.dtype) -> None:
     group, plan, seed = case
     generator = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ def test_unsharded_sum_over_epochs(case: tuple[GroupSpec, list[list[list[int]]],
 
 
 @given(groups(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(), st.integers(0, 2))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_a_first_contribution_in_place(group: GroupSpec, dtype: torch.dtype, only: bool, others: int) -> None:
     """Written where it stays, narrow where it is announced as the only one; what comes in spite of that is added."""
     assume(group.grad_numel > 0)
@@ -72,7 +72,7 @@ def pieces_cases(draw: st.DrawFn) -> tuple[GroupSpec, list[int], int, int]:
 
 
 @given(pieces_cases())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_pieces_carry_every_element_once_to_its_place(case: tuple[GroupSpec, list[int], int, int]) -> None:
     group, params, max_numel, seed = case
     contribution = make_contribution(group, params, torch.Generator().manual_seed(seed), torch.float32, whole=False)

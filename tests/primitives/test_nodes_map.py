@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primus_odc.primitives.nodes import Nodes, group_into_nodes
@@ -20,7 +20,6 @@ def layouts(draw: st.DrawFn) -> Nodes:
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_every_shard_lands_where_it_is_needed_and_nowhere_else(nodes: Nodes) -> None:
     for node, ranks in enumerate(nodes.members):
         needed = {r for r in nodes.node_of if nodes.node_of[r] != node and any(r // nodes.shards == m // nodes.shards for m in ranks)}
@@ -33,7 +32,6 @@ def test_every_shard_lands_where_it_is_needed_and_nowhere_else(nodes: Nodes) -> 
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_every_shard_has_one_reducer_in_every_node_an_owner_if_there_is_one(nodes: Nodes) -> None:
     for node, ranks in enumerate(nodes.members):
         reducers = [nodes.reducer(node, shard) for shard in range(nodes.shards)]
@@ -47,7 +45,6 @@ def test_every_shard_has_one_reducer_in_every_node_an_owner_if_there_is_one(node
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_every_rank_is_told_by_one_contact_of_every_other_node(nodes: Nodes) -> None:
     for node, ranks in enumerate(nodes.members):
         told = [r for contact in ranks for r in nodes.told_by(contact)]

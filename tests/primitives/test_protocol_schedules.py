@@ -60,7 +60,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 @given(scenarios(), st.integers(0, 1 << 32))
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 def test_any_scenario(scenario: Scenario, schedule_seed: int) -> None:
     explore(scenario, schedule_seed)
 

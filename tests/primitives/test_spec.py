@@ -19,7 +19,7 @@ ACROSS = st.builds(Across, st.integers(0, 3), st.integers(0, 2))
 
 
 @given(st.lists(groups(shards=3), max_size=4), st.sampled_from(["local", "owner"]), st.integers(1, 3), ACROSS)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_the_arena_is_what_memory_bytes_announces(parts: list[spec.GroupSpec], mode: str, slots: int, across: Across) -> None:
     plan, memory = plan_arena(parts, mode, slots, CPU, across), memory_bytes(parts, mode, slots, CPU, across)
     rings = 3 if parts else 1

@@ -56,7 +56,7 @@ def scenarios(draw: st.DrawFn) -> NodeScenario:
 
 
 @given(scenarios(), st.integers(0, 1 << 32))
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 def test_any_scenario(scenario: NodeScenario, schedule_seed: int) -> None:
     explore_nodes(scenario, schedule_seed)
 

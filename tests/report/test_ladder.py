@@ -64,7 +64,7 @@ def test_split_takes_medians_over_steps() -> None:
     assert split.overhead_ms["nccl_pad"] == 11
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(1, 4).flatmap(lambda count: st.lists(st.lists(st.floats(0, 1e3), min_size=count, max_size=count), min_size=1, max_size=5))
 )

@@ -110,7 +110,7 @@ def test_impossible_spans_are_refused() -> None:
         Timeline(arm="a", step=0, world_size=2, spans=[Span(rank=3, kind="wait", start_ms=0, end_ms=1)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), max_size=12))
 def test_exclusive_spans_cover_each_moment_once(pairs: list[tuple[int, int]]) -> None:
     """Against a paint-by-millisecond reference: later starts paint over earlier ones."""

@@ -76,7 +76,7 @@ def operations(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, bool, list[W
     return nodes, rounds
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(operations())
 def test_random_operations_do_what_slices_do(case: tuple[list[int], list[tuple[int, bool, list[Write]]]]) -> None:
     nodes, rounds = case
@@ -104,7 +104,7 @@ def test_random_operations_do_what_slices_do(case: tuple[list[int], list[tuple[i
             np.testing.assert_array_equal(arena, expected[pe], err_msg=f"PE {pe}")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 200 << 20), st.integers(2, 31), st.integers(0, 1 << 40))
 def test_a_cut_write_is_the_same_bytes_and_its_signal_comes_with_the_end(nbytes: int, parts: int, place: int) -> None:
     write = Write(3, place, 2 * place + 5, nbytes, 64, 9)
