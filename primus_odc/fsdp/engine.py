@@ -101,9 +101,11 @@ class Engine:
             with self._guard("attach"):
                 self._build(model, config)
         except BaseException:
-            self._let_go()
-            restore_collectives(self._modules)
-            self._heap.close(goodbye=False)
+            try:
+                self._let_go()
+            finally:
+                restore_collectives(self._modules)
+                self._heap.close(goodbye=False)
             raise
         take_over(self._modules, self._units, lambda g: self._gathers[g], lambda g: self._reducers[g], **self._how)
         _ATTACHED.update(self._modules)
@@ -135,10 +137,12 @@ class Engine:
 
     def _let_go(self) -> None:
         """End the progress thread and take all hooks off the model."""
-        if self._progress is not None:
-            self._progress.stop()
-        for handle in [*self._handles, *(h for r in self._reducers for h in r.handles)]:
-            handle.remove()
+        try:
+            if self._progress is not None:
+                self._progress.stop()
+        finally:
+            for handle in [*self._handles, *(h for r in self._reducers for h in r.handles)]:
+                handle.remove()
 
     # What a training loop calls ------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import primus_odc
-from primus_odc.errors import OdcError
+from primus_odc.errors import OdcError, PeerTimeoutError
 from primus_odc.fsdp import assembly, engine
+from primus_odc.primitives.driver import ProgressThread
 from tests.fsdp.models import loss_of, microbatch, shard, tiny_model
 from tests.workers import run_workers
 
@@ -28,6 +29,16 @@ def in_its_plane(patch: pytest.MonkeyPatch) -> None:
 
 def in_its_checks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "NormCheck", _no_room)
+
+
+def in_its_checks_with_a_thread_that_does_not_end(patch: pytest.MonkeyPatch) -> None:
+    in_its_checks(patch)
+
+    def does_not_end(thread: ProgressThread) -> None:
+        thread._finalizer()
+        raise PeerTimeoutError("the thread does not end")
+
+    patch.setattr(ProgressThread, "stop", does_not_end)
 
 
 def in_its_model(patch: pytest.MonkeyPatch) -> None:
@@ -81,6 +92,12 @@ def test_a_rank_that_cannot_attach_tells_the_others_why(where: Callable[[pytest.
         assert any(f"rank 1 {how}: attach: no room for the sums" in others for how in ("died after", "aborted")), others
     assert seconds < 15  # not odc.timeout_s
     assert left == 0
+
+
+def test_nothing_is_left_where_the_progress_thread_does_not_end() -> None:
+    (others, seconds, _), (told, _, left) = run_workers(_attach, 2, in_its_checks_with_a_thread_that_does_not_end, {"accumulate": "owner"})
+    assert told == "the thread does not end" and left == 0
+    assert "no room for the sums" in others and seconds < 15
 
 
 def _in_inference_mode(rank: int, world_size: int) -> str:
