@@ -40,11 +40,13 @@ def lock_folder(folder: Path, key: str, *, busy: str) -> IO[bytes]:
     return file
 
 
-def cannot_be_made(folder: Path) -> str | None:
-    """Why a run could not write into ``folder``, which need not be there yet; None where it could."""
+def unwritable(key: str, folder: Path) -> list[str]:
+    """One sentence where a run could not write into ``folder``, which ``key`` names and which need not be there yet."""
     # The first one that there is, from the folder itself upwards, decides whether the rest can be made.
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-    return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} is no folder that can be written to"
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return []
+    return [f"{key}: {folder} cannot be made, {there} is no folder that can be written to; choose another folder"]
 
 
 def no_locks(key: str) -> str:
@@ -73,7 +75,7 @@ def lock_open_file(file: IO[Any], what: str, *, busy: str, remedy: str, shared: 
         raise DataError(f"{what} cannot be locked: {error.strerror}; {remedy}") from error
 
 
-def wait_for_lock(file: IO[Any], timeout_s: float, on_wait: Callable[[], None], *, late: str, remedy: str) -> None:
+def wait_for_lock(file: IO[Any], timeout_s: float, on_wait: Callable[[], None] = lambda: None, *, late: str, remedy: str) -> None:
     """Lock ``file``, open for writing, until it is closed; another process that holds the lock is waited for.
 
     Args:

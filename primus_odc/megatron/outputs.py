@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from primus_odc._locks import FOLDER_LOCK, cannot_be_made, lock_folder, lock_open_file, no_locks
+from primus_odc._locks import FOLDER_LOCK, lock_folder, lock_open_file, no_locks, unwritable
 from primus_odc._problems import Problems
 from primus_odc.config import ParsedComm
 from primus_odc.errors import ConfigError, DataError
@@ -42,14 +42,13 @@ def find_output_problems(
     if load is not None and step is not None:
         find_what_keeps_from_continuing(problems, params, train, step, thorough=thorough)
     for key, folder in _folders(experiment, params).items():
-        if reason := cannot_be_made(folder):
-            problems.found.append(f"{key}: {folder} cannot be made, {reason}; choose another folder")
+        problems.found += unwritable(key, folder)
     if load is None:
         problems.of(lambda: require_no_log(experiment.root))
     elif comm is not None and len(problems.found) == before:
         problems.of(lambda: require_own_log(experiment.root, comm.arm, dict(params), step or 0))
-    if save is not None and (reason := cannot_be_made(save)):
-        problems.found.append(f"save: {save} cannot be made, {reason}; choose another folder")
+    if save is not None and (wrong := unwritable("save", save)):
+        problems.found += wrong
     elif save is not None:
         problems.of(lambda: _require_idle(save))
         problems.of(lambda: _require_own(train))

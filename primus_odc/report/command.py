@@ -13,7 +13,7 @@ from pathlib import Path
 
 from primus_odc._arguments import repeated, take_overrides
 from primus_odc._config_values import nearest
-from primus_odc._locks import cannot_be_made, lock_folder
+from primus_odc._locks import lock_folder, unwritable
 from primus_odc.errors import ConfigError
 from primus_odc.megatron.launcher import tell
 from primus_odc.report.agreement import disagreements
@@ -123,9 +123,7 @@ def option_problems(args: argparse.Namespace, arms: Sequence[str]) -> list[str]:
         other = arms[0] if arms[0] != "nccl_pad" else "odc_nopad"
         problems.append(f"--arms: {arms[0]} alone leaves nothing to compare; name at least two, separated by commas, as nccl_pad,{other}")
     if args.output is not None:
-        reason = cannot_be_made(args.output)
-        if reason is not None:
-            problems.append(f"--output: {args.output} cannot be made, {reason}")
+        problems += unwritable("--output", args.output)
     problems += [
         f"{name}: must be at least 1, got {value}"
         for name, value in (("--steps", args.steps), ("--nproc", args.nproc))

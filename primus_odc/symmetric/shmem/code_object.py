@@ -143,7 +143,7 @@ def code_object(target: Target, *, hipcc: str | None = None, mori: Path | None =
     kept.parent.mkdir(parents=True, exist_ok=True)
     with open(kept.with_suffix(".lock"), "w") as lock:
         late = f"another process has held {lock.name} for {_LOCK_TIMEOUT_S:g} s, longer than a compilation may take: end that process"
-        wait_for_lock(lock, _LOCK_TIMEOUT_S, lambda: None, late=late, remedy="set XDG_CACHE_HOME to a folder on a local disk")
+        wait_for_lock(lock, _LOCK_TIMEOUT_S, late=late, remedy="set XDG_CACHE_HOME to a folder on a local disk")
         if not kept.is_file():
             with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
                 built = Path(scratch) / "kernels.co"
