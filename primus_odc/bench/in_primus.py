@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 
 import primus_odc
-from primus_odc._arguments import repeated, seed
+from primus_odc._arguments import positive, repeated, seed
 from primus_odc.bench.beside_bench import Point, render_beside
 from primus_odc.bench.job import LENGTHS, SHORTEST, ArmSpec, arm_spec
 from primus_odc.bench.lengths import draw_minibatches
@@ -198,16 +198,16 @@ def add_primus_arguments(parser: argparse.ArgumentParser) -> None:
         given = os.environ.get(variable)
         parser.add_argument(name, type=Path, metavar="DIR", default=given, required=not given, help=f"{what} (default: {variable})")
     parser.add_argument("--script", type=Path, metavar="FILE.py", help="start this instead of primus_odc.primus.launch, with its words")
-    parser.add_argument("--samples-per-rank", type=int, default=2, metavar="N", help="of a minibatch (default: 2)")
+    parser.add_argument("--samples-per-rank", type=positive, default=2, metavar="N", help="of a minibatch (default: 2)")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help=f"default: {' '.join(ARMS)}")
-    parser.add_argument("--cap", type=int, default=32768, metavar="TOKENS", help="of a microbatch (default: 32768)")
-    parser.add_argument("--minibatches", type=int, default=6, metavar="N", help="each twice, the first time to warm up (default: 6)")
+    parser.add_argument("--cap", type=positive, default=32768, metavar="TOKENS", help="of a microbatch (default: 32768)")
+    parser.add_argument("--minibatches", type=positive, default=6, metavar="N", help="each twice, the first time to warm up (default: 6)")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2-1.5b")
-    parser.add_argument("--layers", type=int, metavar="N", help="instead of the shape's own number")
+    parser.add_argument("--layers", type=positive, metavar="N", help="instead of the shape's own number")
     parser.add_argument("--seed", type=seed, default=0, help="of the lengths (default: 0)")
     parser.add_argument("--fixed-tokens", type=float, default=128.0, metavar="N", help="as of bench train (default: 128)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="for one arm, and for a silent peer (default: 600)")
     parser.add_argument("--beside", type=Path, metavar="FILE.json", help="of bench train, with the same samples, cap, seed and minibatches")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that does not exist or is empty")
@@ -273,8 +273,6 @@ def _check(job: InPrimus) -> None:
     problems += [f"--arms {arm.name}: Primus trains {', '.join(ARMS)}" for arm in job.arms if not _known(arm)]
     if job.folder.exists() and (not job.folder.is_dir() or any(job.folder.iterdir())):
         problems.append(f"--out {job.folder} is there already and not an empty folder")
-    if min(job.point.samples_per_rank, job.point.minibatches, job.point.world_size) < 1:
-        problems.append("--samples-per-rank, --minibatches and --nproc must be at least 1")
     if job.point.cap < SHORTEST:
         divisor = SHAPES[job.point.shape].length_divisor
         problems.append(f"--cap: below {SHORTEST * divisor} tokens no sample of --shape {job.point.shape} has one to predict")

@@ -126,6 +126,7 @@ def test_wrong_words_are_told_before_anything_runs(tmp_path: Path, capsys: pytes
         (["train", "--points", "4:"], "argument --points: '' is not a whole number of at least 1"),
         (["train", "--points", "4", "--nproc", "0"], "argument --nproc: '0' is not a whole number of at least 1"),
         (["train", "--points", "4", "--seed", "-1"], "argument --seed: '-1' is not a whole number of at least 0"),
+        (["primus", "--layers", "0"], "argument --layers: '0' is not a whole number of at least 1"),
         (["primitives", "--sizes", "12Q"], "argument --sizes: '12Q' is not a number of bytes; write 65536, 64K, 16M or 1G"),
         (["primitives", "--sizes", "1M", "0K"], "argument --sizes: '0K' is not a number of bytes"),
     ],
