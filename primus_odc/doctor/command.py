@@ -22,6 +22,7 @@ TIME_LIMIT_S = 20.0
 """The limits of single checks are meant for this whole, and grow and shrink with it."""
 DEFAULT_LIMIT_S = 60.0
 """The first import of torch and megatron-core took more than 14 s on a fresh machine with local disks."""
+_MOST = 10**8
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,9 +91,9 @@ def _environment(job: Job) -> dict[str, str]:
 
 
 def _count(text: str) -> int:
-    value = launch.whole(text, 1, 10**8)
+    value = launch.whole(text, 1, _MOST)
     if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {_MOST}")
     return value
 
 

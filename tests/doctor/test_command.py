@@ -127,8 +127,9 @@ def test_the_env_block_of_the_yaml_counts(no_child: list[Finding], tmp_path: Pat
     ("words", "message"),
     [
         (["--lr=1"], "overridden after a YAML"),
-        (["--ranks", "0"], "whole number of at least 1"),
-        (["--nodes", "two"], "whole number of at least 1"),
+        (["--ranks", "0"], "'0' is not a whole number from 1 to 100000000"),
+        (["--nodes", "two"], "whole number from 1 to 100000000"),
+        (["--nodes", "1000000000"], "'1000000000' is not a whole number from 1 to 100000000"),
         (["--time-limit", "0"], "from above 0"),
     ],
 )
