@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import primus_odc
 from primus_odc.errors import ProtocolError
-from tests.fsdp.checks import failures, relative_error, run_checks
+from tests.fsdp.checks import Check, failures, relative_error, run_checks
 from tests.fsdp.models import Tiny, full, loss_of, microbatch, shard, tiny_model
 from tests.workers import run_workers
 
@@ -84,7 +84,7 @@ def nothing_is_left_of_it() -> None:
     assert dict(_global_optimizer_pre_hooks) == before
 
 
-CHECKS: dict[str, Callable[[], None]] = {
+CHECKS: dict[str, Check] = {
     "refused_before_settle_and_harmless": refused_before_settle_and_harmless,
     "refused_when_nothing_ran": refused_when_nothing_ran_and_what_was_not_zeroed_is_there,
     "optimizers_of_other_parameters_step": optimizers_of_other_parameters_step,
@@ -92,13 +92,9 @@ CHECKS: dict[str, Callable[[], None]] = {
 }
 
 
-def _checks(rank: int, world_size: int) -> dict[str, str]:
-    return run_checks(rank, world_size, CHECKS)
-
-
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, str]]:
-    return run_workers(_checks, 2, timeout_s=100)
+    return run_workers(run_checks, 2, CHECKS, timeout_s=100)
 
 
 @pytest.mark.timeout(120)

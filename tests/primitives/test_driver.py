@@ -3,7 +3,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -92,16 +91,17 @@ def test_an_error_of_the_progress_thread_aborts_the_heap_and_is_raised_by_check(
 
 
 def test_a_progress_thread_that_does_not_end_is_told() -> None:
-    heap, released = RecordingHeap(), threading.Event()
+    heap, entered, released = RecordingHeap(), threading.Event(), threading.Event()
     heap.timeout_s = 0.2
 
     class Stuck(FailingProtocol):
         def serve(self, read: Any, source: int) -> Any:
+            entered.set()
             released.wait(30)
             return iter(())
 
     progress = ProgressThread(heap, Stuck(), Lanes(torch.device("cpu"), 2, True))  # type: ignore[arg-type]
-    time.sleep(0.1)
+    assert entered.wait(10)
     with pytest.raises(PeerTimeoutError, match=r"rank 0: the thread that adds arrivals did not end in 0\.2 s"):
         progress.stop()
     released.set()

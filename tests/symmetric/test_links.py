@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import select
 import socket
 import struct
 import time
@@ -103,7 +104,9 @@ def test_a_rank_that_ends_while_it_is_answered_is_named(monkeypatch: pytest.Monk
     def taken_last(sock: socket.socket, nbytes: int) -> bytes:
         data = taken(sock, nbytes)
         caller.close()
-        time.sleep(0.05)
+        gone = select.poll()
+        gone.register(sock, 0)  # a reset is told all the same
+        assert gone.poll(5000)
         return data
 
     monkeypatch.setattr(module, "_taken", taken_last)
