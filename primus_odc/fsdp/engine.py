@@ -136,13 +136,11 @@ class Engine:
         self._stats: dict[str, Any] = self.totals()
 
     def _let_go(self) -> None:
-        """End the progress thread and take all hooks off the model."""
-        try:
-            if self._progress is not None:
-                self._progress.stop()
-        finally:
-            for handle in [*self._handles, *(h for r in self._reducers for h in r.handles)]:
-                handle.remove()
+        """Take all hooks off the model and end the progress thread."""
+        for handle in [*self._handles, *(h for r in self._reducers for h in r.handles)]:
+            handle.remove()
+        if self._progress is not None:
+            self._progress.stop()
 
     # What a training loop calls ------------------------------------------------------------------------------------------------------
 
