@@ -231,8 +231,8 @@ def test_every_script_takes_the_interpreter_that_is_meant(script: str, tmp_path:
     assert result.returncode != 0 and "the python at hand" in result.stderr
 
 
-def test_the_gpu_tests_are_refused_where_torch_sees_no_gpu() -> None:
-    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+def test_the_gpu_tests_are_refused_where_torch_sees_no_gpu(tmp_path: Path) -> None:
+    changed = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OUT": str(tmp_path)}
     script = ROOT / "scripts" / "test_gpu.sh"
-    result = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=50)
+    result = subprocess.run(["bash", str(script)], env={**os.environ, **changed}, capture_output=True, text=True, timeout=50)
     assert result.returncode == 2 and "torch sees no GPU" in result.stderr and "set PYTHON" in result.stderr

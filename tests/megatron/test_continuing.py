@@ -69,10 +69,6 @@ def _with_state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
         (lambda source: (source / "__0_0.distcp").unlink(), "is not whole: __0_0.distcp of 1 files missing; set ckpt_step to another"),
         (lambda source: (source / ".metadata").unlink(), ".metadata cannot be read (FileNotFoundError: "),
         (lambda source: (source / ".metadata").write_bytes(b"no pickle"), ".metadata cannot be read ("),
-        (
-            _with_state(lambda state: state.pop("stream")),
-            "trainer.json is damaged: stream missing or of another kind; set ckpt_step to another checkpoint",
-        ),
         (_with_state(lambda state: state.update(parameters=[])), "trainer.json is damaged: parameters missing or of another kind; set"),
         (
             _with_state(lambda state: state["stream"].pop("consumed_samples")),
