@@ -97,21 +97,19 @@ class Engine:
         self._handles: list[Any] = []
         self._reducers: list[ScatterAccumulate] = []
         self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
-        try:
+        with contextlib.ExitStack() as undo:  # on an error, the last one first
+            undo.callback(self._heap.close, goodbye=False)
+            undo.callback(restore_collectives, self._modules)
+            undo.callback(self._let_go)
             with self._guard("attach"):
                 self._build(model, config)
-        except BaseException:
-            try:
-                self._let_go()
-            finally:
-                restore_collectives(self._modules)
-                self._heap.close(goodbye=False)
-            raise
-        take_over(self._modules, self._units, lambda g: self._gathers[g], lambda g: self._reducers[g], **self._how)
+            take_over(self._modules, self._units, lambda g: self._gathers[g], lambda g: self._reducers[g], **self._how)
+            undo.callback(give_back, self._modules, **self._how)
+            self.publish()
+            undo.pop_all()
         _ATTACHED.update(self._modules)
         if self._mesh.rank == 0:
             logger.info(describe(self.choices, self._mesh, self._units, self.memory))
-        self.publish()
 
     def _build(self, model: nn.Module, config: OdcConfig) -> None:
         """What this rank alone needs, on what it shares."""

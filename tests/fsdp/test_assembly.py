@@ -14,6 +14,7 @@ import torch.distributed as dist
 import primus_odc
 from primus_odc.errors import OdcError, PeerTimeoutError
 from primus_odc.fsdp import assembly, engine
+from primus_odc.fsdp.edits import EditCheck
 from primus_odc.primitives.driver import ProgressThread
 from tests.fsdp.models import loss_of, microbatch, shard, tiny_model
 from tests.workers import run_workers
@@ -41,6 +42,10 @@ def in_its_checks_with_a_thread_that_does_not_end(patch: pytest.MonkeyPatch) -> 
     patch.setattr(ProgressThread, "stop", does_not_end)
 
 
+def in_its_publication(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EditCheck, "require_none", _no_room)
+
+
 def in_its_model(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("primus_odc.fsdp.preparation.find_units", _no_room)
 
@@ -66,6 +71,7 @@ def _attach(rank: int, world_size: int, where: Callable[[pytest.MonkeyPatch], No
     seconds = time.monotonic() - begin
     dist.barrier()
     left = _hooks(model) - before if rank == 1 else 0
+    assert rank == 0 or not any(module in engine._ATTACHED for module in model.modules())
     if where is in_its_model:  # which happens before anything is shared: collectives are FSDP2's again on all ranks
         loss_of(model, *microbatch(0, rank, 0), 1).backward()
         second = primus_odc.attach(model)
@@ -81,7 +87,7 @@ def _hooks(model: torch.nn.Module) -> int:
     return modules + sum(len(getattr(p, "_post_accumulate_grad_hooks", None) or ()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("where", [in_its_plane, in_its_checks, in_its_model])
+@pytest.mark.parametrize("where", [in_its_plane, in_its_checks, in_its_publication, in_its_model])
 @pytest.mark.parametrize("options", [{"accumulate": "local"}, {"accumulate": "owner"}], ids=["local", "owner"])
 def test_a_rank_that_cannot_attach_tells_the_others_why(where: Callable[[pytest.MonkeyPatch], None], options: dict[str, Any]) -> None:
     (others, seconds, _), (told, _, left) = run_workers(_attach, 2, where, options)
@@ -89,7 +95,8 @@ def test_a_rank_that_cannot_attach_tells_the_others_why(where: Callable[[pytest.
     if where is in_its_model:
         assert "attach failed elsewhere: rank 1" in others and "no room for the sums" in others
     else:
-        assert any(f"rank 1 {how}: attach: no room for the sums" in others for how in ("died after", "aborted")), others
+        what = "publish of all groups" if where is in_its_publication else "attach"
+        assert any(f"rank 1 {how}: {what}: no room for the sums" in others for how in ("died after", "aborted")), others
     assert seconds < 15  # not odc.timeout_s
     assert left == 0
 
