@@ -17,7 +17,9 @@ export PRIMUS_PATH MEGATRON_PATH=${MEGATRON_PATH:-$PRIMUS_PATH/third_party/Megat
 VENV=$ODC_ROOT/.venv-primus
 packages=(numpy pyyaml loguru packaging einops triton pydantic tqdm datasets transformers sentencepiece pybind11 psutil pytest pytest-timeout hypothesis
     'scikit-build-core>=0.10' pathspec)
-if [[ ! -f $VENV/primus-odc-ready || $ODC_ROOT/pyproject.toml -nt $VENV/primus-odc-ready ]]; then
+# What is needed stands in these two files.
+if [[ ! -f $VENV/primus-odc-ready || $ODC_ROOT/pyproject.toml -nt $VENV/primus-odc-ready ||
+    $ODC_ROOT/scripts/primus_tests.sh -nt $VENV/primus-odc-ready ]]; then
     [[ -x $VENV/bin/python ]] || "$(find_python)" -m venv "$VENV"
     mapfile -t index < <(cpu_index_options "$VENV/bin/python" "$ODC_CPU_TORCH")
     "$VENV/bin/python" -m pip --disable-pip-version-check install "${index[@]}" "torch==$ODC_CPU_TORCH" "${packages[@]}"
