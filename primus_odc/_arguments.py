@@ -26,9 +26,7 @@ def positive(word: str) -> int:
     Raises:
         ArgumentTypeError: ``word`` is none.
     """
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1")
-    return int(word)
+    return _whole(word, 1)
 
 
 def seed(word: str) -> int:
@@ -37,6 +35,10 @@ def seed(word: str) -> int:
     Raises:
         ArgumentTypeError: ``word`` is none.
     """
-    if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 0")
+    return _whole(word, 0)
+
+
+def _whole(word: str, least: int) -> int:
+    if not word.isdecimal() or int(word) < least:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least {least}")
     return int(word)

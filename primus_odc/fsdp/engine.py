@@ -78,7 +78,11 @@ class Engine:
     def __init__(self, model: nn.Module, config: OdcConfig) -> None:
         self._modules, self._mesh, self._device, self._units, self.choices = prepare(model, config, _ATTACHED)
         self._progress: ProgressThread | None = None
-        try:
+        self._handles: list[Any] = []
+        self._reducers: list[ScatterAccumulate] = []
+        self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
+        with contextlib.ExitStack() as undo:  # on an error, the last one first
+            undo.callback(restore_collectives, self._modules)
             parts = assemble(
                 config,
                 self.choices,
@@ -90,16 +94,8 @@ class Engine:
                 deliver=self._deliver,
                 direct=lambda g: self._gradients.direct(g) if self._reference is None else None,
             )
-        except BaseException:
-            restore_collectives(self._modules)
-            raise
-        self._heap, self._plane, self._protocol, self.memory = parts.heap, parts.plane, parts.protocol, parts.memory
-        self._handles: list[Any] = []
-        self._reducers: list[ScatterAccumulate] = []
-        self._how = {"hsdp": self._mesh.replicate_group is not None, "resident": self.choices.parameters == "resident"}
-        with contextlib.ExitStack() as undo:  # on an error, the last one first
+            self._heap, self._plane, self._protocol, self.memory = parts.heap, parts.plane, parts.protocol, parts.memory
             undo.callback(self._heap.close, goodbye=False)
-            undo.callback(restore_collectives, self._modules)
             undo.callback(self._let_go)
             with self._guard("attach"):
                 self._build(model, config)
